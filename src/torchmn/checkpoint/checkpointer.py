@@ -45,19 +45,24 @@ class SaveRecord:
 
     step: int
     waited_s: float
-    """For the previous checkpoint, which was still being written."""
+    """Time that `save` waited for the previous checkpoint, which was still being written."""
     stopped_s: float
-    """In `save`, without waiting: the time lost for training."""
+    """Further time in `save`, in which training stood still."""
     copied_nbytes: int
+    """Size of this rank's copy in memory."""
     written_s: float = math.nan
+    """Time to write the checkpoint; NaN until it is known."""
     written_nbytes: int = 0
+    """Size of the files that this rank has written."""
     problem: str | None = None
+    """Why there is no checkpoint, or how replicas differ; None if all is well."""
 
 
 class MultiNodeCheckpointer:
-    """Made by `create_multi_node_checkpointer`. A trainer's extension, or called from a loop.
+    """Saves a training run on all ranks, and resumes it; see `create_multi_node_checkpointer`.
 
-    It saves everything that has a ``state_dict``, and the random generators of every rank.
+    It is called from a loop, or is an extension of a trainer. It saves all objects that have a
+    ``state_dict``, and the random generators of every rank.
 
     >>> import tempfile
     >>> model = torch.nn.Linear(3, 1)
@@ -102,11 +107,11 @@ class MultiNodeCheckpointer:
         self._broken: Exception | None = None
         self._is_closed = False
         self.records: list[SaveRecord] = []
-        """One for each `save`."""
+        """A record of each `save`, in order."""
         self.resumed_from: str | None = None
         """The checkpoint that `resume` has loaded; None if there was none."""
         self._forget_close = comm.on_finalize(self.close)
-        # Before the interpreter ends its threads and connections.
+        # The thread that writes is a daemon: the interpreter would end it in the middle of a save.
         atexit.register(self._close_at_exit)
 
     def __repr__(self) -> str:
@@ -179,7 +184,7 @@ class MultiNodeCheckpointer:
             raise problem
 
     def close(self) -> None:
-        """Finish what is being written and close the connections. Local; never raises or hangs.
+        """Finish the save in progress and close the connections. Local; never raises or hangs.
 
         Called by `Communicator.finalize` and at the end of the interpreter. It waits for other
         ranks no longer than the communicator's time limit, or 5 s if this rank ends by an error.
@@ -187,6 +192,7 @@ class MultiNodeCheckpointer:
         self._close(has_failed=sys.exc_info()[0] is not None)
 
     def _close_at_exit(self) -> None:
+        # At exit no exception is being handled; an uncaught one has set `sys.last_type`.
         self._close(has_failed=hasattr(sys, "last_type"))
 
     def _close(self, *, has_failed: bool) -> None:
@@ -199,11 +205,12 @@ class MultiNodeCheckpointer:
         thread = self._thread
         while thread is not None and thread.is_alive():
             thread.join(_PAUSE_S)
+            # Only the wait for other ranks is limited, not the time of a slow disk.
             if self._channel.waited_s() > grace_s:
                 self._channel.abort()
                 thread.join(_GRACE_S)
                 break
-        if thread is None or not thread.is_alive():
+        if thread is None or not thread.is_alive():  # else the thread may still use both
             self._channel.close(self._comm)
             self._memory = CopyMemory()
         if self._owner is not None:
@@ -216,7 +223,7 @@ class MultiNodeCheckpointer:
                 self._warn(text)
 
     def get_stats(self) -> str:
-        """How long saving has interrupted training, in ChainerMN's format. Local."""
+        """Describe how long saves have interrupted training, in ChainerMN's format. Local."""
         seconds = [record.stopped_s + record.waited_s for record in self.records]
         if not seconds:
             return "No stats available"
@@ -229,7 +236,7 @@ class MultiNodeCheckpointer:
     # ---- as an extension of a trainer ----
 
     def __call__(self, trainer: Any) -> None:
-        """Save the trainer. *Collective.* ``best`` refers to its observation."""
+        """Save the trainer. *Collective.* The value for ``best=`` comes from its observation."""
         metric = None
         if (best := self._writer.best) is not None:
             metric = trainer.observation.get(best.key)
@@ -241,14 +248,15 @@ class MultiNodeCheckpointer:
         self.save(trainer.iteration, {"trainer": trainer}, metric=metric)
 
     def maybe_load(self, trainer: Any) -> int:
-        """`resume` for a trainer, after its last `extend`; returns its iteration. *Collective.*"""
+        """Resume a trainer, after its last `extend`; return its iteration. *Collective.*"""
         return self.resume({"trainer": trainer})
 
     def finalize(self, trainer: object = None) -> None:
-        """Wait for the last save; called by a trainer when it ends, also by an exception."""
+        """Wait for the last save. Called by a trainer when it ends, normally or by an exception."""
         if sys.exc_info()[0] is None:
             self.finish()
             return
+        # Nothing may replace the exception that is being raised; `close` reports the outcome.
         self._wait(self._comm.timeout_s)
 
     # ---- resuming ----
@@ -293,7 +301,7 @@ class MultiNodeCheckpointer:
         return 0
 
     def _candidates(self) -> list[tuple[str, Manifest | None, str | None]]:
-        """(name, manifest or None, problem), the newest first, as rank 0 sees them."""
+        """List (name, manifest or None, problem), newest first, as rank 0 sees. *Collective.*"""
         storage, found, problem = self._writer.storage, [], None
         try:
             names = filter(is_checkpoint, storage.names() if self._comm.rank == 0 else ())
@@ -314,7 +322,7 @@ class MultiNodeCheckpointer:
         ]
 
     def _load(self, name: str, manifest: Manifest, state: Mapping[str, Stateful]) -> str | None:
-        """Load one checkpoint; return the problem if it is not valid, the same on all ranks."""
+        """Load one checkpoint, or return why it is invalid, the same on all ranks. *Collective.*"""
         restore = RestoreOperation(self._comm, manifest, self._grid)
         problem = reason = None
         rejection: Exception | None = None
@@ -335,6 +343,7 @@ class MultiNodeCheckpointer:
             raise rejection or UsageError(rejections[0])
         if any(theirs for theirs, _ in gathered):
             return "; ".join(dict.fromkeys(theirs for theirs, _ in gathered if theirs))
+        # From here on objects are overwritten: an older checkpoint can no longer be tried instead.
         error = restore.load(state)
         reports = self._channel.all_gather(
             None if error is None else f"{type(error).__name__}: {error}",
@@ -402,7 +411,7 @@ class MultiNodeCheckpointer:
             return
         if isinstance(outcome, Exception):
             if isinstance(outcome, CommunicationError):
-                self._broken = outcome
+                self._broken = outcome  # ranks may have left the channel in different rounds
             raise outcome
         if self.records and self.records[-1].step == outcome.step:
             self.records[-1].written_s = outcome.written_s
@@ -440,6 +449,6 @@ class MultiNodeCheckpointer:
 
 
 def _finite(metric: Any) -> float | None:
-    """A number that JSON has, from a number, a tensor or an array of one element."""
+    """Convert a number, or a tensor of one element, to a float; None if JSON cannot express it."""
     value = math.nan if metric is None else float(metric)
     return value if math.isfinite(value) else None

@@ -1,7 +1,7 @@
 """Messages between ranks about checkpoints, independent of the exchange of gradients.
 
-Disks differ, so a round may wait longer than a collective: the communicator's time limit, and one
-second for every 10 MB written or read before it.
+Ranks finish their file operations at different times, so a round may wait longer than a collective:
+for the communicator's time limit, plus one second for every 10 MB written or read before the round.
 """
 
 import json
@@ -21,7 +21,7 @@ _LONGEST_PAUSE_S = 0.01
 
 
 class ControlChannel:
-    """All-gather of small values over its own transport. One thread of a rank at a time."""
+    """All-gather of small values over a transport of its own, by one thread of a rank at a time."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class ControlChannel:
         self._waiting_since_s: float | None = None
 
     def all_gather(self, value: Any, what: str, *, nbytes: int = 0) -> list[Any]:
-        """The values of all ranks, plain JSON, in rank order. *Collective.*
+        """Gather a JSON value from every rank, in rank order. *Collective.*
 
         ``nbytes`` is what a rank may have read or written since the last round. Raises
         PeerLostError, TimeLimitError: a rank was lost, or is late.
@@ -52,6 +52,8 @@ class ControlChannel:
         self._waiting_since_s = time.monotonic()
         entry = self._recorder.begin("checkpoint", f"the round in which {what}", (), "-", limit_s)
         try:
+            # Rows must have equal lengths, hence the sizes first. That round also waits for the
+            # slowest disk; the second one meets ranks that have all arrived.
             sizes = self._gather(transport, torch.tensor([len(raw)], device="cpu"), limit_s)
             blanks = int(sizes.max()) - len(raw)  # which JSON ignores
             row = torch.frombuffer(raw + b" " * blanks, dtype=torch.uint8)
@@ -67,8 +69,8 @@ class ControlChannel:
         return [json.loads(row.tobytes()) for row in rows.numpy()]
 
     def waited_s(self) -> float:
-        """How long this rank has been waiting in a round, in seconds; 0 outside of one."""
-        since_s = self._waiting_since_s
+        """Seconds that this rank has been waiting in a round; 0 outside of one. On any thread."""
+        since_s = self._waiting_since_s  # once: the thread in the round may reset it
         return 0.0 if since_s is None else time.monotonic() - since_s
 
     def close(self, comm: Communicator) -> None:
@@ -78,14 +80,14 @@ class ControlChannel:
             comm.groups.close_transport(transport)
 
     def abort(self) -> None:
-        """Make a waiting round fail. Called from another thread; the channel is unusable after."""
+        """Make the round in progress raise. For other threads; the channel is unusable after it."""
         if self._time_limit is not None:
             self._time_limit.end()
         if self._transport is not None:
             abort_pending_receives(self._transport)
 
     def _gather(self, transport: Transport, own: Tensor, limit_s: float) -> Tensor:
-        """(n,) on every rank to (W, n): rows in rank order."""
+        """Gather tensors of shape (n,) from all W ranks as rows of (W, n). *Collective.*"""
         self._time_limit = BackoffTimeLimit(limit_s, _LONGEST_PAUSE_S)
         rows = own.new_empty(transport.size, own.numel())
         rows[transport.rank] = own

@@ -113,6 +113,7 @@ def create_multi_node_checkpointer(
         if _is_writable(comm, access):
             owner = _own(comm, access)
     storage = FolderStorage(where, gid=gid, confirm=None if owner is None else owner.confirm)
+    # Of its own: a background thread uses it while gradients are exchanged over the others.
     transport = comm.groups.new_transport("checkpoint") if comm.size > 1 else None
     channel = ControlChannel(
         transport, comm.rank_label, comm.timeout_s, recorder=comm.flight_recorder.for_other_thread()
@@ -157,7 +158,7 @@ def _check(name: str, keep: int, best: object, check_replicas: object, on_failur
 
 
 def _gid_of(group: str | None) -> tuple[int | None, str | None]:
-    """The number of a group, and what is wrong with it."""
+    """Look up a group of users; return (gid, None), (None, None) or (None, problem)."""
     if group is None:
         return None, None
     try:
@@ -167,9 +168,10 @@ def _gid_of(group: str | None) -> tuple[int | None, str | None]:
 
 
 def _own(comm: Communicator, access: FolderStorage) -> FolderOwner | None:
-    """Make the folder this job's; the object is rank 0's. *Collective.*
+    """Make this job the owner of the folder; return rank 0's `FolderOwner`. *Collective.*
 
-    Waits for another owner's sign of life in short turns, so that no rank meets its time limit.
+    Rank 0 watches for another owner's heartbeat in short turns: meanwhile the other ranks wait in a
+    broadcast, which has a time limit.
     """
     owner = FolderOwner(access.folder, access.make_file) if comm.rank == 0 else None
     while True:
@@ -190,16 +192,16 @@ def _own(comm: Communicator, access: FolderStorage) -> FolderOwner | None:
 
 
 def _is_writable(comm: Communicator, access: FolderStorage) -> bool:
-    """Rank 0 creates the folder and a file in it, which all ranks must see.
+    """Return whether rank 0 can write to the folder, which all ranks must see. *Collective.*
 
-    Where rank 0 may not write, checkpoints can still be read: it warns that none can be written.
+    If it cannot write but read, existing checkpoints can still be resumed from: rank 0 warns.
     """
     where = access.folder
     token, problem, is_readable = f"{_TOKEN}{secrets.token_hex(8)}", None, True
     if comm.rank == 0:
         try:
             access.make_folder(where, parents=True)
-            for old in where.glob(f"{_TOKEN}*"):
+            for old in where.glob(f"{_TOKEN}*"):  # of jobs that were killed during this check
                 old.unlink(missing_ok=True)
             access.make_file(where / token, b"")
         except OSError as error:
@@ -235,6 +237,7 @@ def _is_writable(comm: Communicator, access: FolderStorage) -> bool:
 
 
 def _sees(token: Path, comm: Communicator) -> bool:
+    """Whether a file of rank 0 appears on this host within some seconds. Local."""
     deadline_s = time.monotonic() + min(_VISIBILITY_LIMIT_S, comm.timeout_s / 2)
     while not token.exists():
         if time.monotonic() > deadline_s:

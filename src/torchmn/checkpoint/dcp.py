@@ -1,4 +1,4 @@
-"""To `torch.distributed.checkpoint`, for tools that read nothing else. torch itself loads it."""
+"""Export to `torch.distributed.checkpoint` (DCP), for tools that read no other format."""
 
 import inspect
 import warnings
@@ -19,14 +19,14 @@ from torchmn.checkpoint.writer import read_manifest
 
 
 def export_dcp(checkpoint: str | Path, folder: str | Path) -> None:
-    """Write a checkpoint's state of rank 0 in the format of DCP. Local: call it on one rank.
+    """Write the state of rank 0 in a checkpoint in the format of DCP. Local: call it on one rank.
 
-    Tensors of which ranks have saved parts are written whole.
+    Sharded tensors are put together from the parts of all ranks and written whole.
 
     ``checkpoint`` is one folder such as ``checkpoints/cifar/step-00000100``. DCP pickles everything
-    but tensors. Only the user may read what is written, as it is with checkpoints. Raises
-    DataError: the checkpoint is damaged, or the folder cannot be written; UnsupportedError: with
-    torch 2.6, if the script has a default process group.
+    but tensors. As with checkpoints, only the user can read the files. Raises DataError: the
+    checkpoint is damaged, or the folder cannot be written; UnsupportedError: with torch 2.6, if the
+    script has a default process group.
 
     >>> import tempfile
     >>> from torchmn.checkpoint import export_dcp
@@ -62,18 +62,18 @@ def export_dcp(checkpoint: str | Path, folder: str | Path) -> None:
         make_private_folder(Path(folder))
         writer = FileSystemWriter(folder)
         writer.fs = PrivateFiles()
-        with warnings.catch_warnings():  # of a single process, which is what is asked for here
+        with warnings.catch_warnings():  # DCP warns that it saves in one process, as is intended
             warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)
             dcp.save(state, storage_writer=writer, **alone)
-    except (Exception, CheckpointException) as error:  # not a subclass of Exception
+    except (Exception, CheckpointException) as error:  # the latter is a BaseException only
         raise DataError(f"{folder} cannot be written by DCP: {_describe(error)}") from error
 
 
 def _alone(save: Callable[..., Any]) -> dict[str, bool]:
-    """The option by which DCP saves on this rank alone.
+    """The keyword arguments with which ``dcp.save`` writes on this rank alone.
 
-    torch 2.6 has none, and does so where there is no default process group. Raises
-    UnsupportedError: there is one, whose other ranks would have to call it too.
+    torch 2.6 has no such option, and writes alone if there is no default process group. Raises
+    UnsupportedError: there is one, and all of its ranks would have to call ``dcp.save``.
     """
     if "no_dist" in inspect.signature(save).parameters:
         return {"no_dist": True}
@@ -87,5 +87,5 @@ def _alone(save: Callable[..., Any]) -> dict[str, bool]:
 
 
 def _describe(error: BaseException) -> str:
-    """The last line: DCP puts whole tracebacks into its messages."""
+    """The last line of an error's message: DCP puts whole tracebacks into its messages."""
     return next(reversed(str(error).strip().splitlines()), type(error).__name__).strip()

@@ -1,9 +1,9 @@
 """The owner of a checkpoint folder: the one process that may add checkpoints to it.
 
 Two jobs that save in one folder would each resume with the model of the other. So rank 0 keeps a
-file in the folder that names its process, and changes the file's time every few seconds. No clocks
-are compared and no locks of the file system are used, which differ between NFS, Lustre and local
-disks. A process that finds the file of another one
+file in the folder that names its process, and updates the file's modification time every 5 s (the
+heartbeat). No clocks are compared, and no file locks are used, which differ between NFS, Lustre and
+local disks. A process that finds the file of another one
 
     of an earlier round of its own elastic job    takes it over
     of this machine, which has ended              takes it over, with a warning
@@ -42,12 +42,17 @@ STALE_S = 30.0
 _PAUSE_S = 0.5
 _RACE_S = 0.2
 _MAX_NBYTES = 10_000
-# How many checkpointers of a process, by its number, use each folder that it owns.
+# Number of checkpointers by (process id, folder). A forked child inherits this table, but not the
+# ownership of its parent: hence the id.
 _num_uses: Counter[tuple[int, str]] = Counter()
 
 
 class Owner(Record, frozen=True, kw_only=True):
-    """A process. ``machine`` is one space of process numbers, of one boot of one kernel."""
+    """A process that owns a folder. Process ids are unique within one ``machine``.
+
+    ``machine`` identifies a boot of a kernel and a PID namespace, of which containers have their
+    own.
+    """
 
     machine: str
     pid: int
@@ -68,16 +73,16 @@ class Owner(Record, frozen=True, kw_only=True):
         )
 
     def is_same_process(self, other: Owner) -> bool:
-        """Whether both are one process."""
+        """Whether both describe the same process, and not a later one that reuses its id."""
         return (self.machine, self.pid, self.started) == (other.machine, other.pid, other.started)
 
     def continues(self, other: Owner) -> bool:
-        """Whether this is a later round of the same elastic job, which has ended the other."""
+        """Whether this is a later round of the same elastic job: its earlier rounds have ended."""
         return bool(self.job) and self.job == other.job and self.round > other.round
 
 
 def this_process() -> Owner:
-    """The owner that this process would be."""
+    """Describe this process as an owner."""
     scheduled_as = ""
     with suppress(TopologyError):
         if (given := allocation(os.environ)) is not None:
@@ -101,7 +106,7 @@ def this_process() -> Owner:
 
 
 class FolderOwner:
-    """The ownership of one folder by this process. Leader only.
+    """Ownership of one folder by this process. Rank 0 only.
 
     ``make_file`` creates a file with the permissions of checkpoints.
     """
@@ -119,15 +124,15 @@ class FolderOwner:
         self._thread = threading.Thread(target=self._beat, name="torchmn-owner", daemon=True)
 
     def attempt(self, limit_s: float) -> tuple[Literal["owned", "waiting", "refused"], str]:
-        """Try to own the folder for at most ``limit_s``; returns a message as well, or "".
+        """Try to own the folder, for at most ``limit_s``; return the result and a message or "".
 
-        Call it again while it returns "waiting". Raises OSError.
+        Call it again while the result is "waiting". Raises OSError.
         """
         found = self._look()
         if found is None:
             try:
                 self._make_file(self._path, encode(self._own))
-            except FileExistsError:  # another job was faster
+            except FileExistsError:  # creation is exclusive, and another job was faster
                 return "waiting", ""
             return self._owned("")
         other, stamp = found
@@ -162,9 +167,10 @@ class FolderOwner:
         return "waiting", ""
 
     def confirm(self) -> bool:
-        """Before a checkpoint is completed. Returns whether the folder was removed meanwhile.
+        """Verify the ownership; called before a checkpoint is completed.
 
-        Raises DataError: another process owns the folder.
+        Returns whether the folder was removed since the last call. Raises DataError: another
+        process owns it now.
         """
         self._beat_once()
         was_removed, self._was_removed = self._was_removed, False
@@ -189,9 +195,9 @@ class FolderOwner:
         raise DataError(self._lost)
 
     def release(self) -> None:
-        """Leave the folder to others, if no other checkpointer of this process uses it.
+        """Give up the folder, unless another checkpointer of this process uses it.
 
-        Never raises; a forked child leaves nothing.
+        Never raises. Does nothing in a forked child, whose parent still owns the folder.
         """
         if os.getpid() != self._own.pid:
             return
@@ -216,7 +222,8 @@ class FolderOwner:
         draft.unlink(missing_ok=True)
         self._make_file(draft, encode(self._own))
         draft.replace(self._path)
-        time.sleep(_RACE_S)  # another job may do the same now
+        # Another job may replace the file now. After a pause it names the last one: the owner.
+        time.sleep(_RACE_S)
         if self._is_own_file():
             return self._owned(text)
         self._watched = None
@@ -234,9 +241,13 @@ class FolderOwner:
         )
 
     def _look(self) -> tuple[Owner | None, tuple[int, int]] | None:
-        """What the file says, None if that is nothing, and what a change of it changes."""
+        """Read the file: the owner (None if unreadable), and a stamp that each heartbeat changes.
+
+        None if there is no file.
+        """
         try:
-            with self._path.open("rb") as file:  # opened each time, for NFS looks again only then
+            # NFS asks the server for a file's current content and times when the file is opened.
+            with self._path.open("rb") as file:
                 state, text = os.fstat(file.fileno()), file.read(_MAX_NBYTES)
         except FileNotFoundError:
             return None
@@ -248,12 +259,14 @@ class FolderOwner:
 
     def _beat(self) -> None:
         while not self._end.wait(PERIOD_S):
+            # The disk may recover; a lost ownership is raised by `confirm`, before the next commit.
             with suppress(OSError, DataError):
                 self._beat_once()
                 os.utime(self._path)  # needs no space on a full disk
 
 
 def _machine() -> str:
+    """The boot of the kernel and the PID namespace of this process, else the host's name."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

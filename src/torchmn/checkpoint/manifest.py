@@ -1,7 +1,7 @@
-"""The manifest, which makes a folder a checkpoint; names of checkpoints, and which are kept.
+"""The manifest, which makes a folder a checkpoint; names and retention of checkpoints.
 
-The file is one line of JSON, ``{"checksum":"<sha256 of the rest>","manifest":{...}}``. Its own
-checksum covers the bytes of the object that follows, so that no byte can change undetected.
+The file is one line of JSON, ``{"checksum":"<SHA-256>","manifest":{...}}``. The checksum covers the
+bytes of the object that follows it, so that no change goes undetected.
 """
 
 import json
@@ -26,10 +26,10 @@ Size = Annotated[int, Meta(ge=0)]
 
 @dataclass(frozen=True, kw_only=True)
 class FileEntry:
-    """One file: its size, and the checksum of its bytes.
+    """Size and checksum of one file.
 
-    In a file of tensors ``checksum`` covers the header, and ``tensors`` has the checksum of each
-    tensor by name: a rank that reads some of the tensors checks these alone.
+    For a file of tensors ``checksum`` covers the header only, and ``tensors`` has the checksum of
+    each tensor by name, so that a rank verifies no more than the tensors that it reads.
     """
 
     nbytes: Size
@@ -54,7 +54,7 @@ class Manifest:
     batches: dict[str, BatchSettings] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
-        """The file's content."""
+        """Encode the manifest as the content of its file."""
         body = json.dumps({"format": FORMAT, **asdict(self)}, separators=(",", ":")).encode()
         return b'{"checksum":"%s","manifest":%s}\n' % (digest(body).encode(), body)
 
@@ -104,9 +104,10 @@ class Best:
 
 
 def name_of(step: int, taken: Sequence[str]) -> str:
-    """The name of the next checkpoint, which is the newest: it replaces none and follows all.
+    """The name of a new checkpoint, which follows all names that are taken.
 
-    After one of this step or a later one, of a training that has begun again, the revision grows.
+    If training has begun again from an earlier step, checkpoints of this or later steps exist: the
+    name then gets the next revision, as in ``step-00000100-2``.
     """
     revision, newest_step = max(map(order_of, filter(is_checkpoint, taken)), default=(1, -1))
     if step <= newest_step:
@@ -120,7 +121,7 @@ def is_checkpoint(name: str) -> bool:
 
 
 def order_of(name: str) -> tuple[int, int]:
-    """(revision, step) of a checkpoint by its name: the one that was saved last has the largest."""
+    """Sort key (revision, step) from a checkpoint's name; the last one saved has the largest."""
     found = _NAME.fullmatch(name)
     return (int(found[2] or 1), int(found[1])) if found else (0, -1)
 

@@ -1,8 +1,8 @@
 """Sharded states in a checkpoint: each rank saves its parts, and loads those that it holds now.
 
-A DTensor is saved as this rank's part with its place in the whole (`describe_part`). What a rank
-loads is put together from the parts of as many old ranks as it takes to cover it, read one rank
-after another: the old mesh may have been another one, or none, and the new one may be none.
+A DTensor is saved as this rank's part with its place in the whole (`describe_part`). To load, the
+parts that old ranks have saved are copied into what this rank holds now, one old rank after another
+until it is complete. The device meshes of saving and loading may differ, and either may be missing.
 """
 
 import sys
@@ -30,10 +30,11 @@ Targets = Callable[[Path, Sequence[int]], "Tensor | None"]
 
 
 def targets_of(obj: Any) -> Targets:
-    """Where the values of an object's state will go. Local."""
+    """A function that finds the tensors into which an object's state will be loaded. Local."""
     if isinstance(obj, Optimizer):
         parameters = parameters_of(obj)
 
+        # A new optimizer has no state to look at: its moments are sharded as the parameter is.
         def of_parameter(path: Path, shape: Sequence[int]) -> Tensor | None:
             if len(path) < 3 or path[0] != "state" or path[1] not in range(len(parameters)):
                 return None
@@ -41,6 +42,7 @@ def targets_of(obj: Any) -> Targets:
             return parameter if list(parameter.shape) == list(shape) else None
 
         return of_parameter
+    # Only DTensors matter here, and there are none unless this module was imported.
     state = obj.state_dict() if "torch.distributed.tensor" in sys.modules else {}
 
     def in_state(path: Path, shape: Sequence[int]) -> Tensor | None:
@@ -51,15 +53,15 @@ def targets_of(obj: Any) -> Targets:
 
 
 def nowhere(path: Path, shape: Sequence[int]) -> Tensor | None:
-    """The `Targets` of a state that is wanted whole."""
+    """`Targets` to load every tensor whole: none has a sharded target."""
     return None
 
 
 def place_parts(state: Any, targets: Targets, others: Iterable[Any], what: str) -> Any:
-    """A saved state as this rank loads it, with its own parts of what is sharded now.
+    """Return a saved state in which sharded tensors are the parts that this rank holds now. Local.
 
-    ``others`` are the states of all old ranks, taken as they are needed. Raises DataError: they
-    do not cover what this rank holds.
+    ``others`` iterates over the states of all old ranks and is read no further than necessary.
+    Raises DataError: the saved parts do not cover what this rank holds.
     """
     pieces: dict[Path, _Piece] = {}
     for path, value in _leaves(state, ()):
@@ -86,7 +88,7 @@ def place_parts(state: Any, targets: Targets, others: Iterable[Any], what: str) 
 
 
 class _Piece:
-    """One tensor, or this rank's part of it, while it is put together."""
+    """A tensor, or this rank's part of it, while it is assembled from saved parts."""
 
     def __init__(self, like: Mapping[str, Any], target: Tensor | None) -> None:
         self._target = target
@@ -107,12 +109,13 @@ class _Piece:
         return self._num_left == 0
 
     def take(self, part: Any) -> None:
-        """Copy what this part has of it."""
+        """Copy the region that a saved part shares with it; ignore a part of another tensor."""
         if not is_part(part) or list(part["shape"]) != self._shape:
             return
         held = part[PART]
         region = (*part["offsets"], *held.shape)
-        if region in self._seen:  # of another replica
+        # Replicas have saved the same region: counted twice, the tensor would seem complete.
+        if region in self._seen:
             return
         self._seen.add(region)
         shared = overlap(held.shape, part["offsets"], self._wanted.shape, self._begin)
@@ -122,21 +125,21 @@ class _Piece:
             self._num_left -= held[source].numel()
 
     def result(self) -> Tensor:
-        """The tensor that is loaded: a DTensor as the target is."""
+        """The tensor to load: a DTensor if there is a target, else the whole tensor."""
         if self._target is None:
             return self._wanted
         return from_part(self._wanted.to(self._target.device), self._target)
 
 
 def _as_part(value: Any) -> Any:
-    """A whole tensor as the part that it is of itself."""
+    """Describe a whole tensor as a part that covers it; return any other value unchanged."""
     if isinstance(value, Tensor):
         return {PART: value, "shape": list(value.shape), "offsets": [0] * value.dim()}
     return value
 
 
 def _leaves(state: Any, path: Path) -> Iterator[tuple[Path, Any]]:
-    """Tensors and parts of a state, with their places."""
+    """Iterate over the tensors and parts in a state, each with its path of keys."""
     if isinstance(state, Tensor) or is_part(state):
         yield path, state
     elif isinstance(state, Mapping):

@@ -1,4 +1,4 @@
-"""Reading a checkpoint; everything is compared with its checksum."""
+"""Reading a checkpoint. All bytes that are read are verified against checksums."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torchmn.comm.checksums import digest
 from torchmn.comm.local_tensors import PART
 from torchmn.comm.object_kinds import torch_dtype
 
-_MAX_READERS = 64
+_MAX_READERS = 64  # open files; a process may often have 1024, for sockets and loaders too
 
 
 class SavedCheckpoint:
@@ -53,11 +53,11 @@ class SavedCheckpoint:
         return list(self._rank(rank).objects)
 
     def grid(self) -> dict[str, int]:
-        """The sizes of the axes of the grid that has saved it; empty without a grid."""
+        """Axis sizes of the grid that saved the checkpoint; empty if there was no grid."""
         return self._rank(0).grid
 
     def raise_if_ranks_differ(self, label: str, ranks: Sequence[int]) -> None:
-        """Raise UsageError if these old ranks held other tensors, beside parts of DTensors."""
+        """Raise UsageError if tensors of an object, except parts of DTensors, differ on ranks."""
         held = [
             {
                 name: self._checksum(file, name)
@@ -76,14 +76,14 @@ class SavedCheckpoint:
                 )
 
     def optimizer_of(self, rank: int, label: str) -> str:
-        """The class of an optimizer that a rank has saved; "" for something else."""
+        """The class name of an optimizer that a rank has saved; "" for any other object."""
         return self._rank(rank).objects[label].optimizer
 
     def state_of(self, rank: int, label: str, shared: dict[str, Tensor] | None = None) -> Any:
-        """What ``state_dict()`` of an object was on a rank, all of it on the CPU.
+        """Read the ``state_dict()`` of an object on an old rank, with all tensors on the CPU.
 
-        ``shared`` holds tensors that several ranks have in common: they are read once, and the
-        caller must not change them.
+        ``shared`` caches tensors by file and name, so that those that several ranks have in common
+        are read once; the caller must not modify them.
         """
         places = self._places(rank, label)
         body = self._rank(rank).objects[label].body
@@ -105,7 +105,7 @@ class SavedCheckpoint:
         return object_codec.build(body, tensors)
 
     def states_of(self, ranks: Iterable[int], label: str) -> Iterator[Any]:
-        """`state_of` of some ranks, each read when it is asked for."""
+        """Iterate over the states of an object on several ranks, each read when requested."""
         for rank in ranks:
             yield self.state_of(rank, label)
 
@@ -130,7 +130,7 @@ class SavedCheckpoint:
         return self._ranks[rank]
 
     def _places(self, rank: int, label: str) -> list[tuple[str, str]]:
-        """The tensors of an object by name, in its order, and the file that holds each."""
+        """List (tensor name, file name) of an object's tensors, in the order of its description."""
         saved = self._rank(rank)
         if label not in saved.objects:
             raise DataError(f"rank{rank:04d}.json has no object '{label}'")
@@ -168,7 +168,7 @@ class SavedCheckpoint:
 
 
 def _shaped(memory: Tensor, kind: Sequence[Any], name: str) -> Tensor:
-    """A tensor of the described dtype and shape, or the bytes for another kind."""
+    """View bytes as the tensor that is described; return the bytes of any other kind unchanged."""
     if kind[0] != "tensor":
         return memory
     try:

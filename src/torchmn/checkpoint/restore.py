@@ -1,4 +1,4 @@
-"""What a rank loads: its own state, or its part of the states of another number of ranks."""
+"""Restoring a rank from its own saved state, or from those of another number of ranks."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -27,7 +27,7 @@ from torchmn.exchange.resharding import (
 
 
 class RestoreOperation:
-    """Resuming from one checkpoint: everything is read and checked, and then loaded. Local."""
+    """Resumes from one checkpoint: `read` reads and checks everything, `load` loads it. Local."""
 
     def __init__(self, comm: Communicator, manifest: Manifest, grid: Grid | None = None) -> None:
         self._comm = comm
@@ -42,11 +42,15 @@ class RestoreOperation:
         self._unread: list[str] = []
 
     def read(self, saved: SavedCheckpoint, state: Mapping[str, Stateful]) -> None:
-        """Read what these objects need. Raises DataError: damaged; UsageError: other objects."""
+        """Read what these objects load.
+
+        Raises DataError: the checkpoint is damaged; UsageError: it does not fit these objects.
+        """
         comm, num_old = self._comm, self._manifest.world_size
         num_old_parts = num_model_parts(saved.grid())
         is_same_split = num_old_parts == self._num_parts
         self._is_same_size = num_old == comm.size and is_same_split
+        # A grid's first axis is that of the replicas, so rank % parts is the part of the model.
         part = comm.rank % num_old_parts if is_same_split else 0
         old_replicas = range(part, num_old, num_old_parts)
         source = comm.rank if self._is_same_size else part
@@ -83,7 +87,7 @@ class RestoreOperation:
         rng_state.check(self._random)
 
     def load(self, state: Mapping[str, Stateful]) -> Exception | None:
-        """Load it, the random generators last; return the error of an object that failed.
+        """Load what was read, random generators last; return the first error, or None.
 
         On another number of ranks, objects that reshard are loaded after the others: an optimizer
         in the middle of a block replaces the parameters that the model has loaded.
@@ -104,7 +108,7 @@ class RestoreOperation:
         return None
 
     def notes(self, state: Mapping[str, Stateful]) -> list[str]:
-        """Warnings about this restore."""
+        """Warnings about what this restore leaves out or changes."""
         notes = []
         if self._unread:
             notes.append(
@@ -122,7 +126,7 @@ class RestoreOperation:
 
 
 def _raise_if_divided(state: Mapping[str, Stateful], what: str, num_old: int) -> None:
-    """Raise UsageError: an object has parallel layers, whose parts were saved without a grid."""
+    """Raise UsageError: an object has parallel layers, and was saved without a grid."""
     for label, obj in state.items():
         if any(map(is_divided, _tensors_of(obj))):
             raise UsageError(
@@ -134,7 +138,7 @@ def _raise_if_divided(state: Mapping[str, Stateful], what: str, num_old: int) ->
 
 
 def _tensors_of(obj: Stateful) -> Iterable[Tensor]:
-    """The parameters of a model, an optimizer or a trainer, as far as they are known. Local."""
+    """The tensors of a model, an optimizer or a trainer; none for other objects. Local."""
     if isinstance(obj, nn.Module):
         return obj.parameters()
     if isinstance(obj, Optimizer):

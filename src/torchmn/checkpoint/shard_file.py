@@ -41,7 +41,7 @@ _MAX_HEADER_NBYTES = 100_000_000  # as in the format's own reader
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor that is written: name, dtype (``float32``), shape, checksum, and size."""
+    """Description of a tensor in a file; ``dtype`` is torch's name, such as ``float32``."""
 
     name: str
     dtype: str
@@ -51,12 +51,12 @@ class TensorEntry:
 
 
 def in_file_order(entries: Sequence[TensorEntry]) -> list[TensorEntry]:
-    """Large elements first, so that every tensor begins at a multiple of its element's size."""
+    """Sort by element size, largest first: each tensor begins at a multiple of its element size."""
     return sorted(entries, key=lambda entry: -_itemsize(entry.dtype))
 
 
 def header_of(entries: Sequence[TensorEntry]) -> bytes:
-    """The header of a file with these tensors in this order."""
+    """Encode the header, with its length, of a file that has these tensors in this order."""
     table, begin = {}, 0
     for entry in entries:
         known = entry.dtype in _DTYPES
@@ -67,12 +67,12 @@ def header_of(entries: Sequence[TensorEntry]) -> bytes:
         }
         begin += entry.nbytes
     text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # aligns the data; the format allows spaces at the end
     return len(text).to_bytes(_LENGTH_NBYTES, "little") + text
 
 
 class ShardReader:
-    """Reads tensors out of one file. Local. Raises DataError from every method."""
+    """Reads tensors from one file. Local. Raises DataError: the file is damaged or unreadable."""
 
     def __init__(self, file: FileReader, name: str, header_checksum: str) -> None:
         self._file = file
@@ -80,6 +80,7 @@ class ShardReader:
         length = memoryview(bytearray(_LENGTH_NBYTES))
         file.read_into(0, length)
         nbytes = int.from_bytes(length, "little")
+        # A damaged length must be found before memory of that size is allocated.
         if nbytes > min(_MAX_HEADER_NBYTES, file.nbytes - _LENGTH_NBYTES):
             raise DataError(f"{name} is damaged: its header claims {nbytes} bytes")
         header = memoryview(bytearray(nbytes))
@@ -90,7 +91,7 @@ class ShardReader:
         self._places = _places(name, bytes(header))
 
     def read(self, tensor: str, checksum: str) -> Tensor:
-        """The bytes (n,) of a tensor, in memory of their own."""
+        """Read the bytes of a tensor into new memory, shape ``(nbytes,)``."""
         if tensor not in self._places:
             raise DataError(f"{self._name} has no tensor '{tensor}'")
         begin, end = self._places[tensor]
@@ -113,6 +114,7 @@ class ShardReader:
 
 
 def _places(name: str, header: bytes) -> dict[str, tuple[int, int]]:
+    """The (begin, end) offsets of each tensor, in bytes after the header."""
     try:
         table = json.loads(header)
         return {

@@ -1,7 +1,7 @@
-"""A copy of a state in memory, so that training can continue while it is written.
+"""Copies of states in memory, so that training can continue while they are written.
 
-Tensors are copied into one block that lives as long as the checkpointer: page faults of a new block
-would cost more than the copy itself. Tensors of a GPU are copied into pinned memory.
+Tensors are copied into one block of memory that is kept for the next save: page faults of a new
+block would cost more than the copy itself. For tensors of a GPU the block is pinned.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -51,7 +51,7 @@ class SavedObject:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedRank:
-    """What a rank has saved: its objects by name, and by tensor the rank that wrote it."""
+    """A rank's saved objects by name, and for each tensor name the rank that wrote the tensor."""
 
     objects: dict[str, SavedObject]
     where: dict[str, int]
@@ -61,9 +61,9 @@ class SavedRank:
 
 @dataclass(frozen=True, kw_only=True)
 class Copy:
-    """A rank's state: descriptions, tensors by name, names of replicated tensors.
+    """The copied state of a rank: described objects, tensors by name, names of replicated tensors.
 
-    ``batches``: the global batch, as objects of the state know it.
+    ``batches`` has the global batch by the name of each object that knows it.
     """
 
     objects: dict[str, SavedObject]
@@ -78,7 +78,7 @@ class Copy:
 
 
 class CopyMemory:
-    """Holds the copy of one state at a time. Local."""
+    """Memory for the copy of one state at a time. Local."""
 
     def __init__(self) -> None:
         self._block = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -91,12 +91,13 @@ class CopyMemory:
         with_replicated: bool = False,
         compares_parts: bool = False,
     ) -> Copy:
-        """Copy the state of these objects. It is valid until the next call.
+        """Copy the state of these objects; the copy is valid until the next call.
 
-        ``with_replicated``: record which tensors objects report as replicated; with
-        ``compares_parts`` also those of which this rank has a part.
+        With ``with_replicated`` the copy lists the tensors that objects report as replicated; with
+        ``compares_parts`` also those of which this rank holds a part.
 
-        Raises UsageError: one has no ``state_dict``; UnsupportedError: see `object_codec.describe`.
+        Raises UsageError: an object has no ``state_dict``; UnsupportedError: see
+        `object_codec.describe`.
         """
         described = {
             name: object_codec.describe(_state_of(name, obj), f"state['{name}']")
@@ -143,6 +144,8 @@ class CopyMemory:
         for begin, (name, tensor) in zip(begins, tensors.items(), strict=True):
             place = self._block[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             copies[name] = place.copy_(tensor, non_blocking=tensor.is_cuda)
+        # The copies are queued behind the kernels of training. Once `save` returns, training may
+        # overwrite the tensors, and another thread reads the block: wait for the copies here.
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
         return copies
@@ -157,6 +160,8 @@ class _Names:
 
     def of(self, label: str, part: Part) -> str:
         tensor = part.tensor
+        # Views of the same memory, such as tied weights, are saved once. Empty tensors have no
+        # address by which to tell them apart.
         memory = (
             (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
             if tensor.numel()
@@ -164,6 +169,7 @@ class _Names:
         )
         if memory not in self._by_memory:
             keys = [label, *(_plain(key) for key in part.path[1:])]
+            # Escaped as in a JSON pointer (RFC 6901): keys may contain "/".
             name = base = "/".join(word.replace("~", "~0").replace("/", "~1") for word in keys)
             number = 2
             while name in self.tensors or name == "__metadata__":

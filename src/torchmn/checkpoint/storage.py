@@ -1,7 +1,7 @@
 """Storage of checkpoints in a folder.
 
 A checkpoint is a set of named files. It is written under a temporary name; `commit` turns it into a
-checkpoint atomically. What has no manifest is not a checkpoint.
+checkpoint atomically. A folder without a manifest is not a checkpoint.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ _MAX_TEXT_NBYTES = 1_000_000_000
 
 
 def read_text(reader: FileReader, file: str, begin: bytes) -> bytes:
-    """All of a file of JSON that begins so. Local. Raises DataError: it is something else.
+    """Read a whole JSON file that starts with ``begin``. Local.
 
-    A file of any size, such as one that consists of a hole, is rejected before memory is taken.
+    Start and size are checked before memory is allocated: a damaged file may be sparse, and of any
+    size. Raises DataError: the file starts otherwise, or is larger than 1 GB.
     """
     head = bytearray(min(len(begin), reader.nbytes))
     reader.read_into(0, memoryview(head))
@@ -39,12 +40,13 @@ def read_text(reader: FileReader, file: str, begin: bytes) -> bytes:
 
 
 class FolderStorage:
-    """A folder with one folder for each checkpoint, on a file system that all ranks see.
+    """A folder with one subfolder for each checkpoint, on a file system that all ranks share.
 
-    Only the user may read what is written, and the members of the group with the number ``gid`` if
-    it is given. ``confirm`` is called before a checkpoint becomes one, and raises if it must not.
-    Every method is local; each says which ranks call it. OSError from any of them means that this
-    storage failed. Rank 0 can open the files that other ranks have staged.
+    Files can be read by the user and, if ``gid`` is given, by the members of that group.
+    ``confirm`` is called before each commit: it raises to prevent the commit, and returns whether
+    the folder was removed in the meantime. Every method is local; each says which ranks call it.
+    An OSError from any of them means that the storage failed. Rank 0 can open the files that other
+    ranks have staged.
 
     >>> import pathlib, tempfile
     >>> from torchmn.checkpoint import FolderStorage
@@ -72,22 +74,25 @@ class FolderStorage:
         with open(path, "wb", buffering=0, opener=self._open_private) as out:
             for piece in pieces:
                 remaining = memoryview(piece).cast("B")
-                while remaining:  # a large write may be cut short
+                while remaining:  # Linux writes at most 2 GiB at once
                     remaining = remaining[out.write(remaining) :]
             os.fsync(out.fileno())
 
     def open(self, checkpoint: str, file: str) -> FileReader:
-        """Open one file. Any rank. Raises DataError: it is missing or cannot be read."""
+        """Open a file of a checkpoint. Any rank. Raises DataError: it is missing or unreadable."""
         return FileReader(self.folder / checkpoint / file)
 
     def commit(self, staged: str, checkpoint: str, manifest: bytes) -> str | None:
-        """Make a staged checkpoint a checkpoint, atomically. Rank 0, after all have written.
+        """Turn a staged checkpoint into a checkpoint, atomically. Rank 0, after all have written.
 
-        It exists from the rename on. Returns a warning, or None.
+        The checkpoint exists once its folder is renamed. Returns a warning if the storage's folder
+        was replaced during training, else None.
         """
         self.write(staged, MANIFEST, [manifest])
+        # Else the rename might reach the disk before the names of the files in the folder do.
         _sync_folder(self.folder / staged)
-        # A new folder may have the number of the one that was removed.
+        # `|`, not `or`: `confirm` must be called, for it raises if another job owns the folder. It
+        # also knows of a folder that was replaced by one with the same inode number.
         is_other = self._is_made_again | (self._confirm is not None and self._confirm())
         self._is_made_again = False
         (self.folder / staged).rename(self.folder / checkpoint)
@@ -101,21 +106,24 @@ class FolderStorage:
         )
 
     def names(self) -> list[str]:
-        """The names of all checkpoints, also staged and incomplete ones. Rank 0."""
+        """The names of all checkpoints, including staged and incomplete ones. Rank 0."""
         try:
             return sorted(entry.name for entry in os.scandir(self.folder) if entry.is_dir())
         except FileNotFoundError:
             return []
 
     def remove(self, name: str) -> None:
-        """Remove a checkpoint or a staged one; if interrupted, it is no checkpoint. Rank 0."""
+        """Remove a complete or staged checkpoint. Rank 0.
+
+        If the removal is interrupted, what is left does not count as a checkpoint.
+        """
         path = self.folder / name
         with suppress(FileNotFoundError):  # from here on it is not a checkpoint
             (path / MANIFEST).unlink()
         shutil.rmtree(path)
 
     def make_folder(self, path: Path, *, parents: bool = False) -> None:
-        """Make a folder unless it exists, for those who may read checkpoints."""
+        """Create a folder with the permissions of checkpoints, unless it exists."""
         try:
             path.mkdir(mode=0o700, parents=parents)
         except FileExistsError:
@@ -127,7 +135,7 @@ class FolderStorage:
             path.chmod(0o2750)  # files in it get its group
 
     def make_file(self, path: Path, content: bytes) -> None:
-        """Make a small file, for the same. Raises FileExistsError."""
+        """Create a small file with the permissions of checkpoints. Raises FileExistsError."""
         with open(path, "xb", buffering=0, opener=self._open_private) as out:
             out.write(content)
 
@@ -139,9 +147,10 @@ class FolderStorage:
         return descriptor
 
     def _make_again(self) -> None:
-        """Make the folder, which was removed; but not where its file system is no longer mounted.
+        """Create the removed folder again, unless its file system is no longer mounted.
 
-        Below the mount point checkpoints would fill another disk, and no job would find them.
+        Under an empty mount point, checkpoints would fill another disk, and no later job would
+        find them.
         """
         above = next(path for path in self.folder.parents if path.exists())
         if self._identity is None or above.stat().st_dev != self._identity[0]:
@@ -165,11 +174,11 @@ class FileReader:
         self.nbytes = os.fstat(self._file.fileno()).st_size
 
     def read_into(self, offset: int, memory: memoryview) -> None:
-        """Fill ``memory``. Raises DataError: the file cannot be read, or is too short."""
+        """Fill ``memory`` from ``offset`` on. Raises DataError: the file is unreadable or short."""
         remaining = memory.cast("B")
         try:
             self._file.seek(offset)
-            while remaining:
+            while remaining:  # Linux reads at most 2 GiB at once
                 num = self._file.readinto(remaining)
                 if not num:
                     raise DataError(f"{self._name} is {len(remaining)} bytes too short")
@@ -183,7 +192,7 @@ class FileReader:
 
 
 def _identity(folder: Path) -> tuple[int, int] | None:
-    """Device and number of a folder, which another one in its place does not have."""
+    """Device and inode number of a folder; None if it does not exist."""
     try:
         found = folder.stat()
     except OSError:

@@ -44,7 +44,7 @@ from torchmn.control.script import record_progress
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What to save; ``problem`` replaces the copy if this rank could not make one."""
+    """A save to be written; ``problem`` replaces the copy if this rank could not make one."""
 
     step: int
     copy: Copy | None
@@ -56,8 +56,8 @@ class Request:
 class Outcome:
     """The result of a save, the same on all ranks except for this rank's bytes and seconds.
 
-    ``problem`` is why there is no checkpoint, ``disagreement`` how replicas differ, ``note`` what
-    else failed.
+    ``problem`` says why there is no checkpoint, ``disagreement`` how replicas differ, and ``note``
+    what else failed; each is None if there is nothing to say.
     """
 
     step: int
@@ -71,7 +71,7 @@ class Outcome:
 
 @dataclass(kw_only=True)
 class Writer:
-    """Writes for one rank. ``bad`` are checkpoints that were damaged when they were read."""
+    """Writes checkpoints on one rank. ``bad`` names checkpoints that were found to be damaged."""
 
     rank: int
     rank_label: str
@@ -82,14 +82,14 @@ class Writer:
     keep: int
     best: Best | None
     rejects_difference: bool
-    # The sizes of the grid's axes: only ranks of the first axis hold the same.
+    # Axis sizes; ranks along the first axis hold the same part of the model, others another part.
     grid: Mapping[str, int] = field(default_factory=dict)
     bad: set[str] = field(default_factory=set)
 
     def write(self, request: Request) -> Outcome:
-        """Write it. *Collective*, on the thread that uses the channel.
+        """Write one checkpoint. *Collective*, on the one thread that uses the channel.
 
-        Raises CommunicationError: another rank was lost, and there is no checkpoint.
+        Raises CommunicationError: another rank was lost, and the checkpoint does not exist.
         """
         began_s = time.monotonic()
         gathered = self._exchange_catalogues(request)
@@ -107,6 +107,7 @@ class Writer:
             for rows in (each["tensors"] for each in gathered)
         ]
         owned = owners(catalogues)
+        # Rank 0's nonce: a repeated save of this step must not mix with files of an aborted one.
         staged = f"{TEMPORARY}{request.step:08d}-{gathered[0]['nonce']}"
         own = self._write_shard(staged, request.copy, catalogues[self.rank], owned[self.rank])
         nbytes = sum(entry.nbytes for catalogue in catalogues for entry in catalogue)
@@ -209,7 +210,7 @@ class Writer:
         except Exception as error:
             self._discard(staged)
             return {"problem": self._describe(error), "name": None, "note": self._newest()}
-        # For who waits for checkpoints: `torchmn submit --requeue`, hosts that join a job.
+        # `torchmn submit --requeue`, and hosts that join an elastic job, wait for a checkpoint.
         for observer in events.observers:
             observer.checkpoint_saved(request.step)
         record_progress(f"checkpoint of step {request.step}")
@@ -217,7 +218,7 @@ class Writer:
         return {"problem": None, "name": name, "note": " ".join(notes) or None}
 
     def _raise_if_incomplete(self, staged: str, files: Mapping[str, FileEntry]) -> None:
-        """Check every file from this host: ranks of other hosts may write elsewhere."""
+        """Check every file's size as rank 0 sees it: other hosts may have written elsewhere."""
         for name, entry in files.items():
             reader = self.storage.open(staged, name)
             reader.close()
@@ -225,7 +226,7 @@ class Writer:
                 raise DataError(f"{name} has {reader.nbytes} of {entry.nbytes} bytes")
 
     def _remove_old(self, newest: str) -> str | None:
-        """Remove what need not be kept; return a warning if that fails for some."""
+        """Remove checkpoints that are not kept; return a warning if some cannot be removed."""
         failed: list[str] = []
         try:
             names = self.storage.names()
@@ -247,7 +248,7 @@ class Writer:
         return f"old checkpoints could not be removed: {'; '.join(failed)}." if failed else None
 
     def _newest(self) -> str | None:
-        """The newest checkpoint that is left, or why none is known."""
+        """Say which checkpoint is the newest that is left, or why none is known."""
         try:
             names = filter(is_checkpoint, self.storage.names())
         except OSError as error:
@@ -256,7 +257,7 @@ class Writer:
         return f"the newest one is {newest}" if newest else "there is no earlier one"
 
     def _discard(self, staged: str) -> None:
-        """Free the space: a full disk may be the cause."""
+        """Remove a staged checkpoint at once: a full disk may have caused the failure."""
         try:
             if staged in self.storage.names():
                 self.storage.remove(staged)
@@ -285,7 +286,7 @@ class Writer:
 
 
 def read_manifest(storage: FolderStorage, checkpoint: str) -> Manifest:
-    """The manifest of a checkpoint. Local. Raises DataError: it has none that is valid."""
+    """Read the manifest of a checkpoint. Local. Raises DataError: it has no valid one."""
     reader = storage.open(checkpoint, MANIFEST)
     try:
         return parse(read_text(reader, MANIFEST, BEGIN))
@@ -303,6 +304,7 @@ def _pieces(
 
 
 def _catalogue(copy: Copy) -> list[list[Any]]:
+    """List [name, dtype, shape, checksum, nbytes] of a copy's tensors, for JSON."""
     return [
         [name, str(t.dtype).removeprefix("torch."), list(t.shape), digest(t), t.nbytes]
         for name, t in copy.tensors.items()
@@ -310,7 +312,7 @@ def _catalogue(copy: Copy) -> list[list[Any]]:
 
 
 def _disagreement(gathered: Sequence[Mapping[str, Any]], step: int, num_parts: int) -> str | None:
-    """How replicated tensors differ between ranks that hold the same part of a model, or None."""
+    """Describe how tensors differ between replicas of the same part of a model; None if equal."""
     found = []
     for first in range(num_parts):
         replicas = gathered[first::num_parts]
@@ -330,10 +332,10 @@ def _disagreement(gathered: Sequence[Mapping[str, Any]], step: int, num_parts: i
 
 
 def owners(catalogues: Sequence[Sequence[TensorEntry]]) -> list[dict[str, int]]:
-    """For every rank, the rank that writes each of its tensors, by name. The same on all ranks.
+    """Choose the writer of each tensor; return {tensor name: writing rank} for every rank.
 
-    Tensors are the same if name, dtype, shape and checksum are. One of the ranks that have it
-    writes it: the one with the fewest bytes so far, large tensors first.
+    Tensors of several ranks are the same if name, dtype, shape and checksum agree, and are written
+    once: by the rank with the fewest bytes so far, large tensors first. All ranks compute the same.
     """
     holders: dict[TensorEntry, list[int]] = {}
     for rank, catalogue in enumerate(catalogues):

@@ -1,4 +1,4 @@
-"""What CNTK's learners have in common: schedules, options, clipping, regularization and state.
+"""The base class of CNTK's learners: schedules, options, clipping, regularization and state.
 
 `torchmn.cntk.learners` has the update rules, and the formulas of all of this.
 """
@@ -22,7 +22,7 @@ __all__ = ["Learner", "LearnerOptions"]
 Parameters = (
     Iterable[nn.Parameter] | Iterable[dict[str, Any]] | Callable[[], Iterable[nn.Parameter]]
 )
-# What a group keeps beside its options: it comes from the checkpoint, the options do not.
+# Entries of a group that are loaded from a checkpoint; its options are not.
 _PROGRESS = ("num_samples_seen", "num_sweeps", "num_minibatches")
 
 
@@ -40,21 +40,21 @@ class LearnerOptions(TypedDict, total=False):
     """
 
     l1_regularization_weight: float
-    """Per sample; default 0."""
+    """Weight of L1 regularization per sample; default 0."""
     l2_regularization_weight: float
-    """Per sample; default 0."""
+    """Weight of L2 regularization per sample; default 0."""
     gaussian_noise_injection_std_dev: Values | Schedule
     """The deviation of noise that is added to parameters after each update; default 0."""
     gradient_clipping_threshold_per_sample: float
-    """Default: infinity."""
+    """Threshold of clipping per sample; default: infinity."""
     gradient_clipping_with_truncation: bool
-    """Clip each element, by default; else the norm of each parameter's gradient."""
+    """Clip each element (the default), or else the norm of each parameter's gradient."""
     use_mean_gradient: bool
     """Let learning rates be for the mean gradient of a minibatch, whatever their unit."""
     minibatch_size: int | None
-    """The size of the minibatches for which rates and momenta are given that are no schedules."""
+    """The minibatch size for which rates and momenta are given, unless they are schedules."""
     epoch_size: int | None
-    """Of rates and momenta that are lists: the samples after which the next value holds."""
+    """Samples after which the next value of a list of rates or momenta applies."""
 
 
 _GROUP_DEFAULTS: dict[str, Any] = {
@@ -73,7 +73,7 @@ _OTHER_DEFAULTS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Scale:
-    """Of one minibatch: the rate r for the sum of gradients, and the N of which it is N means."""
+    """The rate for the sum of a minibatch's gradients, and the number of samples in the sum."""
 
     rate: float
     num_samples: float
@@ -101,9 +101,9 @@ class Learner(Optimizer):
     """
 
     accepts_sparse_gradients = False
-    """Whether `update` can use them, where nothing is clipped or regularized."""
+    """Whether `update` can use sparse gradients, if nothing is clipped or regularized."""
     number = 0
-    """Among the learners of a trainer, each of which has noise of its own."""
+    """Number among the learners of a trainer, by which each has noise of its own."""
 
     def __init__(
         self, parameters: Parameters, lr: Values | Schedule, options: LearnerOptions
@@ -133,7 +133,7 @@ class Learner(Optimizer):
 
     @abstractmethod
     def update(self, weights: list[Tensor], gradients: list[Tensor], scale: Scale) -> None:
-        """Change parameters in place by mean gradients, clipped and regularized."""
+        """Update parameters in place from mean gradients, which are clipped and regularized."""
 
     # ---- schedules ----
 
@@ -148,7 +148,7 @@ class Learner(Optimizer):
         return self.value(self.lr_schedule)
 
     def value(self, schedule: Schedule) -> float:
-        """What a schedule holds for the next minibatch."""
+        """The value of a schedule for the next minibatch."""
         group = self.param_groups[0]
         return schedule.value(group["num_samples_seen"], group["num_sweeps"])
 
@@ -259,7 +259,7 @@ class Learner(Optimizer):
             torch._foreach_add_(gradients, weights, alpha=l2)
 
     def _add_noise(self, deviation: float) -> None:
-        """The same on all ranks, and after a resume: it depends on the count of minibatches."""
+        """Add noise that depends on the count of minibatches only: the same on all ranks."""
         # Multiples of primes: generators of torch take 32 bits of a seed.
         seed = self.param_groups[0]["num_minibatches"] * 1_000_003 + self.number * 15_485_863
         weights = [weight for group in self.param_groups for weight in group["params"]]
@@ -272,7 +272,7 @@ class Learner(Optimizer):
     # ---- state ----
 
     def buffers(self, weights: list[Tensor], name: str, first: float = 0.0) -> list[Tensor]:
-        """The state of this name of each parameter, filled with ``first`` where there is none."""
+        """The named state of each parameter; new ones are filled with ``first``."""
         for weight in weights:
             if name not in self.state[weight]:
                 self.state[weight][name] = torch.full_like(weight, first)
@@ -285,7 +285,7 @@ class Learner(Optimizer):
         self.adopt_progress(before, self.param_groups)
 
     def adopt_progress(self, own: list[dict[str, Any]], loaded: list[dict[str, Any]]) -> None:
-        """Continue with loaded groups, but with the options of the own ones. Local."""
+        """Take over loaded groups, but keep the options of this learner. Local."""
         for group, before in zip(loaded, own, strict=True):
             kept = {k: v for k, v in before.items() if k != "params" and k not in _PROGRESS}
             group.update(kept)
@@ -320,7 +320,7 @@ class LearnerSet(Optimizer):
         self._share(self.param_groups)
 
     def _share(self, groups: list[dict[str, Any]]) -> None:
-        """Let each learner have its part of the groups, and the state of all."""
+        """Give each learner its part of the groups, and the state of all."""
         for each in self.learners:
             count = len(each.param_groups)
             own, groups = groups[:count], groups[count:]

@@ -126,10 +126,10 @@ class ProgressWriter:
     def on_write_training_update(
         self, samples: Pair, updates: Pair, aggregate_loss: Sums, aggregate_metric: Sums | None
     ) -> None:
-        """Training made progress, at the frequency ``freq``."""
+        """Called at the frequency ``freq`` with the progress of the training."""
 
     def on_training_update_end(self) -> None:
-        """A minibatch was trained on."""
+        """Called after each minibatch of the training."""
 
     def on_write_training_summary(
         self,
@@ -140,12 +140,12 @@ class ProgressWriter:
         aggregate_metric: float | None,
         elapsed_milliseconds: float,
     ) -> None:
-        """A summary, the ``summaries``-th, of what was trained since the last one."""
+        """Called with the ``summaries``-th summary, of what was trained since the last one."""
 
     def on_write_test_update(
         self, samples: Pair, updates: Pair, aggregate_metric: Sums | None
     ) -> None:
-        """An evaluation made progress, at the frequency ``test_freq``."""
+        """Called at the frequency ``test_freq`` with the progress of an evaluation."""
 
     def on_write_test_summary(
         self,
@@ -155,12 +155,12 @@ class ProgressWriter:
         aggregate_metric: float | None,
         elapsed_milliseconds: float,
     ) -> None:
-        """The ``summaries``-th evaluation has ended."""
+        """Called when the ``summaries``-th evaluation has ended."""
 
     def on_write_distributed_sync_update(
         self, samples: Pair, updates: Pair, aggregate_metric: Sums | None
     ) -> None:
-        """Parameters were synchronized, at the frequency ``distributed_freq``."""
+        """Called at the frequency ``distributed_freq`` when parameters were synchronized."""
 
     # ---- checkpoints ----
 
@@ -169,7 +169,7 @@ class ProgressWriter:
         return {name: progress.state_dict() for name, progress in self._progress().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue counting as saved."""
+        """Restore the counters."""
         for name, progress in self._progress().items():
             progress.load_state_dict(state[name])
 
@@ -211,14 +211,14 @@ class _Progress:
         return self.freq is not None and self._updates % self.freq == 0
 
     def since_last_line(self) -> tuple[Pair, Pair, Sums, Sums | None]:
-        """Pairs of the last line and now: samples, updates, losses, metrics."""
+        """Pairs (at the last line, now) of samples, updates, losses and metrics."""
         before, now = self._at_last_line, self._now()
         self._at_last_line = now
         metrics = None if now[3] is None else (before[3] or 0.0, now[3])
         return (before[0], now[0]), (before[1], now[1]), (before[2], now[2]), metrics
 
     def summary(self) -> tuple[int, int, int, float, float | None, float] | None:
-        """What `on_write_training_summary` gets, since the last summary; None for nothing."""
+        """Arguments for `on_write_training_summary`; None if nothing was counted since the last."""
         if self._updates == 0:
             return None
         samples, updates, loss, metric = self._now()
@@ -248,18 +248,19 @@ class _Progress:
         return self._elapsed_before_s + running_s
 
     def _now(self) -> Totals:
+        # Called when something is written: only then does the host wait for sums on a GPU.
         self._loss = float(self._loss)
         self._metric = None if self._metric is None else float(self._metric)
         return self._samples, self._updates, self._loss, self._metric
 
 
 def _detached(value: float | Tensor) -> float | Tensor:
-    """Tensors stay on their device, so that counting does not wait for it."""
+    """A value as float64; tensors stay on their device, so that counting need not wait for it."""
     return value.detach().double() if isinstance(value, Tensor) else float(value)
 
 
 def mean(total: float, count: float) -> float:
-    """Their quotient; 0 where there is nothing."""
+    """Divide a total by a count; 0 if the count is 0."""
     return total / count if count > 0 else 0.0
 
 

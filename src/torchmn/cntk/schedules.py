@@ -42,7 +42,7 @@ Values = float | Sequence[float] | Sequence[tuple[int, float]]
 
 
 class UnitType(Enum):
-    """What a learning rate is for: one sample, or a minibatch of any size.
+    """The unit of a learning rate: one sample, or a minibatch of any size.
 
     >>> from torchmn import cntk
     >>> [unit.name for unit in cntk.UnitType]
@@ -91,7 +91,7 @@ class Schedule:
         return value / (self.minibatch_size or num_samples)
 
     def decay(self, value: float, num_samples: float) -> float:
-        """What is left of an average after a minibatch of ``num_samples``."""
+        """The factor by which an average decays in a minibatch of ``num_samples``."""
         if self.minibatch_size == IGNORE:
             return value
         return float(value ** (num_samples / self.minibatch_size))

@@ -1,4 +1,4 @@
-"""What a training session is asked for: when it saves, evaluates and tests, and on what data."""
+"""Configuration of a training session: when it saves, evaluates and tests, and on what data."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -70,7 +70,7 @@ class CheckpointConfig:
 
 @dataclass
 class CrossValidationConfig:
-    """What a session evaluates during training, when, and who decides whether to stop.
+    """What a session evaluates during training and when, and a callback that may stop it.
 
     Args:
         minibatch_source: the data, read from the same position at each cross validation; None only
@@ -153,7 +153,7 @@ class TestConfig:
 
 
 def checked_frequency(frequency: Frequency) -> tuple[int | None, DataUnit]:
-    """The period, None for the end only, and its unit. Raises UsageError: it is neither."""
+    """Return (period, unit), with None as the period for the end only. Raises UsageError."""
     if frequency is None:
         return None, DataUnit.sample
     period, unit = frequency if isinstance(frequency, tuple) else (frequency, DataUnit.sample)
@@ -166,12 +166,12 @@ def checked_frequency(frequency: Frequency) -> tuple[int | None, DataUnit]:
 
 
 def is_positive_int(value: object) -> bool:
-    """Of Python or NumPy."""
+    """Whether a value is a positive integer of Python or NumPy."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and int(value) > 0
 
 
 def _check(config: CrossValidationConfig | TestConfig) -> None:
-    """Take CNTK's earlier names. Raises UsageError: what both configurations have is wrong."""
+    """Apply CNTK's earlier names, and check what both have. Raises UsageError."""
     if config.source is not None:
         if config.minibatch_source is not None:
             raise UsageError("source= is CNTK's earlier name of minibatch_source=. Give one.")

@@ -50,7 +50,7 @@ class SessionUpdater:
 
     @property
     def epoch_detail(self) -> float:
-        """As `epoch`: a source does not say how much of a sweep is over."""
+        """Equal to `epoch`: a source does not tell the fraction of a sweep."""
         return float(self.epoch)
 
     @property
@@ -59,7 +59,7 @@ class SessionUpdater:
         return float(self.before[DataUnit.sweep])
 
     def position(self) -> dict[DataUnit, int]:
-        """How far the training is, in each unit."""
+        """The progress of the training, in each unit."""
         return {
             DataUnit.sample: self.trainer.total_number_of_samples_seen,
             DataUnit.minibatch: self.trainer.num_minibatches,
@@ -86,10 +86,10 @@ class SessionUpdater:
         self.has_trained |= has_data
 
     def finalize(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing: no resources are held."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Beside what the trainer saves: where the source is."""
+        """The position of the source and the summaries that are due; the trainer saves the rest."""
         return {
             "source": self.session.mb_source.get_checkpoint_state(),
             "is_summarized": self.progress is not None and self.progress.is_due(),
@@ -97,7 +97,7 @@ class SessionUpdater:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """What was done right after the checkpoint was taken is not done again."""
+        """Restore the source; skip the summaries that were written right after the checkpoint."""
         self.session.mb_source.restore_from_checkpoint(state["source"])
         for writer in self.trainer.progress_writers:
             if state["is_summarized"]:
@@ -107,7 +107,7 @@ class SessionUpdater:
 
 
 class Action:
-    """What a session does each time that the training passes a multiple of a frequency."""
+    """An action of a session, run when the training passes a multiple of a frequency."""
 
     def __init__(
         self,
@@ -134,12 +134,12 @@ class Action:
 
     @property
     def index(self) -> int:
-        """How many multiples were passed before this iteration."""
+        """Number of multiples that were passed before this iteration."""
         before = self._updater.before[self.unit]
         return 0 if self.period is None else before // self.period
 
     def __call__(self, loop: object) -> None:
-        """Run, for the loop has found it due."""
+        """Run the action; called by the loop when it is due."""
         self._ran_at = self._updater.iteration
         self._run(self.index)
 
@@ -184,8 +184,8 @@ class SessionCheckpoints:
     def restore(self) -> bool:
         """Continue from the newest checkpoint, or else from the last one that was preserved.
 
-        Returns whether there was one. Without ``preserve_all`` a folder with the name of a
-        preserved one is of another session.
+        Returns whether there was one. Without ``preserve_all`` preserved checkpoints are not looked
+        for: those in the folder belong to another session.
         """
         if not self._config.restore:
             return False

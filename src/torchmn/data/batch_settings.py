@@ -1,7 +1,7 @@
-"""Which global batch a training has: what a checkpoint records, and what a resume compares.
+"""The global batch of a training run, which checkpoints record and a resumed run is compared with.
 
 `GlobalBatch`, `GlobalSampler` and the schedules of `torchmn.train.large_batch` know it. An object
-that holds one of them passes the question on.
+that holds one of them forwards `HasBatchSettings.batch_settings` to it.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ class BatchSettings:
     initial: Samples
     """The global batch at the beginning; it differs where the batch grows."""
     growth: str = ""
-    """How it grows; empty if it does not."""
+    """Description of how the batch grows; empty if it does not."""
     shares: list[int] = field(default_factory=list)
     """The samples of each rank in the next step."""
     local_batch: int | None = None
-    """The most samples of a pass; None if it is not known, as with a `GlobalSampler` alone."""
+    """Most samples of one backward pass; None if unknown, as with a `GlobalSampler` alone."""
     accumulation: int | None = None
-    """Passes of each rank in the next step; None if it is not known."""
+    """Backward passes of each rank in the next step; None if unknown."""
     epoch_steps: int | None = None
     """Steps of an epoch; None without a sampler."""
 
     def warning_after(self, saved: BatchSettings, step: int) -> str | None:
-        """What follows for a training that was ``saved`` after ``step`` steps and has this batch.
+        """A warning for a run that was ``saved`` after ``step`` steps and resumes with this batch.
 
-        None if both learn from the same batches, whatever ranks and passes divide them.
+        None if both learn from the same batches, however ranks and passes divide them.
         """
         if (self.initial, self.growth) == (saved.initial, saved.growth):
             return None

@@ -1,4 +1,4 @@
-"""The number of samples in a batch: one answer for evaluation, weights, micro-batches and trainers.
+"""The number of samples in a batch, for evaluation, weights, micro-batches and trainers alike.
 
 The top level of a tuple, list or dict holds fields, such as images and labels, and the first field
 that has a number of samples gives that of the batch. A field may itself be a list of samples.
@@ -48,7 +48,7 @@ def num_samples(batch: object) -> int | None:
 
 
 def _of_leaf(value: Any) -> int | None:
-    """The number that something other than a container tells."""
+    """The number of samples of a value that is no container; None if it has none."""
     if isinstance(value, Tensor):
         return value.size(0) if value.dim() else None
     if isinstance(value, np.ndarray):
@@ -60,7 +60,7 @@ def _of_leaf(value: Any) -> int | None:
 
 
 def _fields(value: Any) -> Sequence[Any]:
-    """What a container holds; nothing for anything else."""
+    """The items of a container; empty for anything else."""
     if isinstance(value, Mapping):
         return list(value.values())
     if isinstance(value, (list, tuple)):
@@ -71,7 +71,7 @@ def _fields(value: Any) -> Sequence[Any]:
 
 
 def _of_fields(fields: Sequence[Any]) -> int | None:
-    """That of the first field that tells; 0 if none does and one is an empty list."""
+    """The number of the first field that has one; 0 if none has and one is an empty list."""
     for index, field in enumerate(fields):
         found = _of_field(field, fields[index + 1 :])
         if found is not None:
@@ -93,7 +93,7 @@ def _of_field(field: Any, later: Sequence[Any]) -> int | None:
 
 
 def _has_one_kind(value: Any) -> TypeGuard[list[Any] | tuple[Any, ...]]:
-    """Whether a list may have one item for each sample: fields often differ."""
+    """Whether a list may have one item for each sample: fields often differ in kind."""
     if not isinstance(value, (list, tuple)) or hasattr(value, "_fields"):
         return False
     if all(isinstance(item, (Tensor, np.ndarray)) for item in value):
@@ -104,7 +104,7 @@ def _has_one_kind(value: Any) -> TypeGuard[list[Any] | tuple[Any, ...]]:
 
 
 def _common_size(items: Sequence[Any]) -> int | None:
-    """The first size of all tensors in a list, if it is the same."""
+    """The size in dim 0 that all tensors in a list have; None if they differ."""
     sizes = {_of_leaf(item) for item in items}
     return sizes.pop() if len(sizes) == 1 else None
 

@@ -1,7 +1,7 @@
-"""A DataLoader whose loop is ours, so that it knows which batches the script has received.
+"""A DataLoader that counts the batches that the script has received.
 
-A DataLoader with workers draws batches in advance: what its sampler has drawn is not what the loop
-has received, and the end of the indices is not the end of the loop.
+A DataLoader with workers prefetches batches: its sampler has drawn more of them than the loop has
+received, and is exhausted before the loop ends.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class PassSampler(Sampler[list[Any]]):
         failure_notes.add(self)
 
     def _started(self, one_pass: LoaderPass) -> None:
-        """A pass begins, in place of ``_pass``."""
+        """Called when a pass begins, before it replaces ``_pass``."""
 
     def _parts(self, one_pass: LoaderPass) -> Iterator[list[Any]]:
         """The indices of this rank's parts, drawn as they are requested."""
         raise NotImplementedError
 
     def begin_pass(self, *, is_of_loader: bool, fetches: bool) -> LoaderPass:
-        """The next ``for`` begins. ``fetches``: in this process, and not in workers."""
+        """Begin the pass of a ``for``. ``fetches``: this process reads samples, and no workers."""
         batches = divided_batches(self._comm)
         one_pass = LoaderPass(batches, self._number, is_of_loader=is_of_loader)
         self._started(one_pass)
@@ -72,7 +72,7 @@ class PassSampler(Sampler[list[Any]]):
         one_pass.is_exhausted = True
 
     def failure_note(self) -> str:
-        """The size of the part that the loop has in hand, where it may explain an exception."""
+        """Tell the size of the current part, if it may explain an exception; else return ""."""
         last = self._pass
         if last is None or not last.num_parts or last.has_ended:
             return ""
@@ -98,7 +98,7 @@ class CountedLoader(DataLoader[Any]):
 class _Loop:
     """An iterator whose batches are counted: what the script, or a DataLoader, iterates over.
 
-    The pass does not keep it alive, and so learns when it was left.
+    The pass holds no reference to it, so that it is deleted, and says so, when a loop is left.
     """
 
     def __init__(self, batches: Iterator[Any], one_pass: LoaderPass) -> None:
@@ -122,7 +122,7 @@ class _Loop:
 
 
 class _LoopOfScript(_Loop):
-    """The loop of the script over a loader."""
+    """The iterator of a script's loop over a loader."""
 
     def __init__(self, batches: Iterator[Any], one_pass: LoaderPass, name: str) -> None:
         super().__init__(batches, one_pass)
@@ -138,6 +138,7 @@ class _LoopOfScript(_Loop):
         try:
             batch = super().__next__()
         finally:
+            # This rank may have drawn numbers of its own for the samples, also if that raised.
             one_pass.streams.draw_together()
             for observer in events.observers:
                 observer.phase("data", begins=False)
@@ -152,10 +153,10 @@ class _LoopOfScript(_Loop):
 
 
 def counted_copy(loader: Loader, **own: Any) -> Loader:
-    """A copy of a DataLoader, in its own class but for the loop, with other attributes. Local.
+    """Copy a DataLoader with some attributes replaced, as a subclass that counts batches. Local.
 
-    No constructor is called: a subclass may have another one. ``batch_sampler`` must be a
-    `PassSampler`.
+    No constructor is called, since a user's class may have other arguments. ``batch_sampler`` must
+    be a `PassSampler`.
     """
     kind: Any = type(loader)
     copy: Loader = object.__new__(_counted_class(kind))

@@ -42,13 +42,15 @@ if TYPE_CHECKING:
     from torchmn.comm import Communicator
 
 _MAX_ENTRIES = 1024
-"""Of an attribute, evenly spaced."""
+"""Entries of an attribute that are compared, evenly spaced."""
 _MAX_PARTS, _MAX_DEPTH = 64, 8
-"""Data sets in one, such as those that are joined, and levels of them."""
+"""Data sets that one contains, as a ConcatDataset does, and levels of nesting."""
 _NUM_READINGS, _READING_S = 8, 0.5
-"""Of three samples. A random flip is the same in all of them once in 2 million data sets."""
+"""Readings of three samples, and the seconds for all of them.
+
+A random flip is the same in all readings once in 2 million data sets."""
 _TOLERANCE = 0.02
-"""Of a floating-point number, relative to its value and to the standard deviation of all."""
+"""Difference of floating-point numbers, relative to value and standard deviation."""
 _CPU = torch.device("cpu")
 
 Content = tuple[str, np.ndarray[Any, Any]]
@@ -86,7 +88,7 @@ def raise_if_datasets_differ(
 
 
 def contents(dataset: Any, *, may_read: bool = False) -> dict[str, Content]:
-    """What is known of a data set, by the names of attributes. Local; never raises."""
+    """The comparable contents of a data set, by attribute name. Local; never raises."""
     found: dict[str, Content] = {}
     with suppress(Exception):  # of a user's class
         _add(found, "", dataset, length_hint(dataset), may_read, 0)
@@ -107,14 +109,14 @@ def warn_if_changed(
 
 
 def _differing(own: dict[str, Content], other: dict[str, Content]) -> list[str]:
-    """The names of what both know and is not equal."""
+    """The names of contents that both have and that differ."""
     return [name for name in own if name in other and not _are_equal(own[name], other[name])]
 
 
 def _add(
     found: dict[str, Content], name: str, data: Any, length: int, may_read: bool, depth: int
 ) -> None:
-    """Add what is known of a data set of this length, or of a short container in one."""
+    """Add the contents of a data set of this length, or of a short container in one."""
     if hasattr(data, "with_format"):  # of Hugging Face: its rows without the user's transform
         may_read, data = True, data.with_format(None)
     parts: Any = getattr(data, "__dict__", None) or {"its samples": data}
@@ -139,7 +141,7 @@ def _add(
 
 
 def _is_compared(value: Any, length: int) -> bool:
-    """Whether it may hold something for each sample, or strings of classes or their numbers."""
+    """Whether a value may hold an entry for each sample, names of classes or their numbers."""
     if isinstance(value, dict):
         numbers = [number for number in value.values() if isinstance(number, int)]
         return sorted(numbers) == [*range(len(value))]
@@ -196,6 +198,7 @@ def _collect(value: Any, texts: list[str], numbers: list[float], most: int) -> N
 
 def _read(name: str, dataset: Any, length: int) -> dict[str, Content]:
     """Three samples by a name; nothing if reading them raises, is slow or random."""
+    # Generators belong to the process: ranks that are its threads must not seed them at once.
     with rng_state.in_turn:
         before, end_s = rng_state.capture(_CPU), time.monotonic() + _READING_S
         try:

@@ -1,8 +1,8 @@
-"""What loaders have handed out: the parts of batches, pass by pass, for who trains with them.
+"""A record of the parts of batches that loaders have handed out, for optimizers that need them.
 
-A loader of ours writes down the samples of each batch, this rank's and those of all ranks, as it
-draws them, and counts the batches as the script receives them. An optimizer over the same
-communicator looks there for what its step is of; neither knows the other.
+A loader of torchmn notes the samples of each batch, this rank's and those of all ranks, when it
+draws the batch, and counts the batches that the script receives. An optimizer over the same
+communicator reads here which batches a step uses; loader and optimizer do not know each other.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ class LoaderPass:
     """One ``for`` over a loader, or over its batch sampler alone. Local.
 
     Args:
-        batches: those of the communicator; passes that hand out batches to train with are among
-            them.
+        batches: the record of the communicator, which lists passes with batches to train with.
         loader: the number of the loader, the same on all ranks.
-        is_of_loader: whether a loader of ours counts what the script receives. Else what is drawn
-            counts, which is ahead of the script where workers prefetch.
+        is_of_loader: whether a loader of torchmn counts what the script receives. If not, batches
+            count when they are drawn, which is ahead of the script where workers prefetch.
     """
 
     def __init__(self, batches: DividedBatches, loader: int, *, is_of_loader: bool) -> None:
@@ -50,7 +49,7 @@ class LoaderPass:
         self._batches = batches
 
     def add(self, num_own: int, num_all: int) -> None:
-        """The next batch to train with, as it is drawn: samples of this rank and of all ranks."""
+        """Note the next batch to train with, when drawn: samples of this rank and of all ranks."""
         if not self.own:
             self._batches.begin(self)
         self._batches.sizes.add((num_own, num_all))
@@ -59,12 +58,12 @@ class LoaderPass:
 
     @property
     def num_parts(self) -> int:
-        """Batches to train with that the script has received."""
+        """Number of batches to train with that the script has received."""
         return min(self.num_received, len(self.own))
 
     @property
     def latest(self) -> Part:
-        """The part that the script has received last, to train with."""
+        """The last part to train with that the script has received."""
         return self.own[self.num_parts - 1], self.all[self.num_parts - 1]
 
     def __str__(self) -> str:
@@ -80,10 +79,10 @@ class PassFact(Protocol):
     """
 
     def at_pass(self) -> Any:
-        """What is compared when a pass begins: numbers and strings; None if nothing is."""
+        """The value to compare when a pass begins, of numbers and strings; None for nothing."""
 
     def compare(self, comm: Communicator, own: Any, of_rank_0: Any) -> None:
-        """Raise or warn if this rank's differs from that of rank 0, which are not None."""
+        """Raise or warn if this rank's value differs from rank 0's; neither is None."""
 
 
 class DividedBatches:
@@ -99,12 +98,12 @@ class DividedBatches:
         self._when_used: list[tuple[weakref.ref[Any], Callable[[Any], None]]] = []
 
     def new_loader(self) -> int:
-        """The number of another loader, from 0, the same on all ranks."""
+        """Number a new loader, from 0, the same on all ranks."""
         self._num_loaders += 1
         return self._num_loaders - 1
 
     def note(self) -> None:
-        """A loader divides batches: let those know that have asked. All ranks do, or none."""
+        """Note that a loader divides batches; call what `when_used` has. On all ranks or none."""
         self.is_used = True
         while self._when_used:
             owner, method = self._when_used.pop(0)
@@ -112,22 +111,22 @@ class DividedBatches:
                 method(made)
 
     def when_used(self, owner: object, method: Callable[[Any], None]) -> None:
-        """Call ``method(owner)`` at `note`, or now if that was. The owner is not kept alive."""
+        """Call ``method(owner)`` at the first `note`, or now after it. Does not keep the owner."""
         self._when_used.append((weakref.ref(owner), method))
         if self.is_used:
             self.note()
 
     def begin(self, one_pass: LoaderPass) -> None:
-        """A pass has its first batch to train with."""
+        """Add a pass when it has its first batch to train with."""
         self.settle()
         self.passes.append(one_pass)
 
     def settle(self) -> None:
-        """Forget the passes that are over. What was kept of them is known by its sizes."""
+        """Forget the passes that are over; of these only the sizes of batches remain known."""
         self.passes = [each for each in self.passes if not each.is_over]
 
     def facts_now(self) -> dict[int, Any]:
-        """What is compared in the pass that begins, by the number of its fact."""
+        """The values to compare in the pass that begins, by the number of the fact."""
         now = {
             number: fact.at_pass()
             for number, found in enumerate(self.facts)
@@ -136,7 +135,7 @@ class DividedBatches:
         return {number: value for number, value in now.items() if value is not None}
 
     def compare_facts(self, comm: Communicator, own: dict[int, Any], of_rank_0: Any) -> None:
-        """Compare with what rank 0 has sent: rows of `facts_now`."""
+        """Compare the values of this rank with those of rank 0, both from `facts_now`."""
         for number, value in of_rank_0:
             fact = self.facts[number]() if number in own else None
             if fact is not None:
@@ -147,5 +146,5 @@ _known: weakref.WeakKeyDictionary[Communicator, DividedBatches] = weakref.WeakKe
 
 
 def divided_batches(comm: Communicator) -> DividedBatches:
-    """What loaders divide among the ranks of a communicator. Local."""
+    """The record of a communicator's loaders, made at the first call. Local."""
     return _known.setdefault(comm, DividedBatches())

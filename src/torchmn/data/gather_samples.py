@@ -86,6 +86,7 @@ def _gathered(
             own = [*map(_batch, indices, values)]
         except (TypeError, ValueError) as error:
             own = str(error)
+    # A problem is sent in place of values: all ranks raise it, and none waits for the others.
     everyone = comm.allgather_obj(own)
     for rank, theirs in enumerate(everyone):
         if isinstance(theirs, str):
@@ -94,6 +95,7 @@ def _gathered(
     if not batches:
         return torch.empty(0, dtype=torch.int64, device="cpu"), []
     where = np.concatenate([index for index, _ in batches])
+    # `unique` returns the first position of each index: in reverse order, that of the last value.
     unique, from_end = np.unique(where[::-1], return_index=True)
     order = len(where) - 1 - from_end
     try:
@@ -107,7 +109,7 @@ def _gathered(
 
 
 def _batch(indices: Any, values: Any) -> tuple[np.ndarray[Any, Any], Any]:
-    """What is sent of a batch. Raises ValueError, TypeError: it is nothing by sample."""
+    """The indices and values of a batch. Raises ValueError, TypeError: not one for each sample."""
     where = np.asarray(indices.cpu() if isinstance(indices, Tensor) else indices).reshape(-1)
     if len(where) and where.dtype.kind not in "iu":
         raise TypeError(f"the indices of samples must be integers, and are {where.dtype}.")

@@ -103,6 +103,7 @@ class GlobalSampler(PassSampler):
         dataset = None
         if not isinstance(dataset_length, (int, np.integer)):
             dataset, dataset_length = dataset_length, len(dataset_length)
+        # Compared before they are checked: what the checks raise, all ranks raise.
         raise_if_ranks_differ(
             comm,
             "GlobalSampler",
@@ -247,7 +248,7 @@ class GlobalSampler(PassSampler):
             self._go_to(state["epoch"] + 1)
 
     def _go_to(self, epoch: int, position: int = 0) -> None:
-        """The next pass begins here."""
+        """Let the next pass begin here."""
         self._start, self._pass = SamplerState(epoch=epoch, position=position), None
 
     def order(self, epoch: int) -> Order:
@@ -326,7 +327,7 @@ class GlobalSampler(PassSampler):
         self._go_to(epoch, position)
 
     def misfit(self, comm: Communicator) -> str:
-        """For `scatter_loader`: why it cannot divide among these ranks; empty if it can. Local."""
+        """Why `scatter_loader` cannot use this sampler on these ranks; "" if it can. Local."""
         if (comm.rank, comm.size) == (self.rank, self.size):
             return ""
         return (
@@ -335,7 +336,7 @@ class GlobalSampler(PassSampler):
         )
 
     def _reached(self, *, is_left: bool) -> SamplerState:
-        """The state now; ``is_left``: the loop has left the pass."""
+        """The state after the batches received so far; ``is_left``: the loop has left the pass."""
         if self._pass is None:
             return self._normalised(self._start)
         num = self._pass.num_received
@@ -351,11 +352,11 @@ class GlobalSampler(PassSampler):
         return training_steps(self._comm).count == (self._num_steps_before or 0)
 
     def _size_at(self, state: SamplerState) -> tuple[int, int]:
-        """The size of the global batch that begins here, and the position up to which it holds."""
+        """The size of the global batch that begins here, and the position until which it lasts."""
         return self.global_batch, self.dataset_length
 
     def _segments(self, state: SamplerState) -> Iterator[tuple[int, int]]:
-        """How many global batches of which size are left in the epoch; the last may be short."""
+        """Yield (number, size) of the global batches left in the epoch; the last may be short."""
         epoch, position = state["epoch"], state["position"]
         while position < self.dataset_length:
             size, until = self._size_at(SamplerState(epoch=epoch, position=position))
@@ -383,7 +384,7 @@ class GlobalSampler(PassSampler):
         return shard_bounds(batch_size, self.size, self.rank, force_equal_length=False)
 
     def _normalised(self, state: SamplerState) -> SamplerState:
-        """The end of an epoch is the beginning of the next, except where epochs are empty."""
+        """Replace the end of an epoch by the beginning of the next, unless epochs are empty."""
         if self.dataset_length and self._num_batches(state) == 0:
             return SamplerState(epoch=state["epoch"] + 1, position=0)
         return SamplerState(epoch=state["epoch"], position=state["position"])
@@ -392,9 +393,10 @@ class GlobalSampler(PassSampler):
 class EmptyBatchCollate:
     """A collate function that also accepts no samples: every tensor then has 0 rows.
 
-    It has the structure, dtypes and other sizes of a batch of sample 0. What a batch of two of it
-    shows is left out: elements of lists that are longer there; the dimension of tensors that is, or
-    else the first; numbers that are others are refused.
+    The result has the structure, dtypes and other sizes of a batch of sample 0. A batch that has
+    the sample twice shows what belongs to samples: the dimension in which a tensor is larger
+    becomes 0 (the first one, if there is not exactly one), and a list that is longer becomes empty.
+    A number that differs, such as a count, raises UsageError.
 
     Args:
         dataset: sample 0 is read from it for the first empty batch.
@@ -427,7 +429,7 @@ class EmptyBatchCollate:
 
 
 def _without_rows(batch: Any, two: Any) -> Any:
-    """``batch``, of one sample, without it; ``two`` has the sample twice."""
+    """Remove the only sample from a batch; ``two`` is a batch that has the sample twice."""
     if isinstance(batch, (torch.Tensor, np.ndarray)):
         longer = [dim for dim in range(batch.ndim) if batch.shape[dim] != two.shape[dim]]
         return batch[(slice(None),) * (longer[0] if len(longer) == 1 else 0) + (slice(0),)]

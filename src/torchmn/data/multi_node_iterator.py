@@ -1,4 +1,4 @@
-"""One rank reads, all ranks get its batches: for ranks that hold parts of one model."""
+"""Iterators that return the batches of one rank on all ranks, which hold parts of one model."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class _FromMaster:
         self._on_master(lambda actual: actual.load_state_dict(state))
 
     def _on_master(self, function: Callable[[Any], Any]) -> Any:
-        """What ``function(iterator)`` returns on the master, on all ranks. *Collective.*
+        """Return on all ranks what ``function(iterator)`` returns on the master. *Collective.*
 
         Raises StopIteration if it did; DataError: it raised, which the master raises as it is.
         """
@@ -109,7 +109,7 @@ class _FromMaster:
                 except StopIteration:
                     kind, value = _END, None
                 outcome = (kind, value, _seen(self._actual))
-            except Exception as error:
+            except Exception as error:  # the other ranks wait for the broadcast
                 own_error = error
                 outcome = (_ERROR, f"{type(error).__name__}: {error}", None)
         kind, value, seen = self._comm.bcast_obj(outcome, self._master)
@@ -123,6 +123,7 @@ class _FromMaster:
         return value
 
     def _note(self, seen: Mapping[str, Any]) -> None:
+        # Sent with every batch, so that `state_dict` is the same on all ranks, and local.
         self._state = seen["state"]
         for name, value in seen["progress"].items():
             setattr(self, name, value)
@@ -185,6 +186,7 @@ class MultiNodeLoader(_FromMaster):
         passes: list[Iterator[Any]] = []
 
         def draw(loader: Iterable[Any]) -> Any:
+            # The pass begins with the first batch, so that all ranks hear of an error in `iter`.
             if not passes:
                 passes.append(iter(loader))
             return next(passes[0])
@@ -198,7 +200,7 @@ class MultiNodeLoader(_FromMaster):
 
 
 def _facts(iterator: Any) -> dict[str, Any]:
-    """What all ranks need to know of the master's iterator."""
+    """Facts about the master's iterator that all ranks need."""
     kind = None
     if hasattr(iterator, "__next__"):
         kind = "iterator"
@@ -216,7 +218,7 @@ def _facts(iterator: Any) -> dict[str, Any]:
 
 
 def _seen(iterator: Any) -> dict[str, Any]:
-    """How far it is, and its state."""
+    """The progress and the state of an iterator, as far as it has them."""
     state_dict = getattr(iterator, "state_dict", None)
     return {
         "progress": {

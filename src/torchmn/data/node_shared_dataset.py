@@ -80,6 +80,7 @@ def copy_to_nodes(
 
 
 def _attempt(make: Callable[[], Made]) -> tuple[Made | None, Exception | None]:
+    """Return an error, so that a rank first tells the others, which would wait for it."""
     try:
         return make(), None
     except (TorchmnError, OSError) as error:
@@ -105,6 +106,7 @@ def _pass_along(
                 mapped = memory.map_shared()
             except OSError as full:
                 error = memory_error_from(full, size, shared_directory, COPY)
+        # All ranks learn of a full memory before the chunk moves, or others would wait in recv.
         raise_if_any_failed(comm, error)
         if mapped is not None:
             _pass_chunk(comm, chain, mapped, begin, end)
@@ -113,6 +115,7 @@ def _pass_along(
 def _pass_chunk(
     comm: Communicator, chain: list[int], mapped: mmap.mmap, begin: int, end: int
 ) -> None:
+    """Receive a chunk from the previous rank of the chain and send it to the next one."""
     place = chain.index(comm.rank)
     for offset in range(begin, end, _CHUNK_BYTES):
         count = min(_CHUNK_BYTES, end - offset)

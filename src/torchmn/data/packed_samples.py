@@ -60,7 +60,7 @@ class Field:
 
     @property
     def stored(self) -> np.dtype[Any]:
-        """How it is stored in a row; tensors as integers, since numpy lacks some of their types."""
+        """The numpy type in a row; integers for tensors, since numpy lacks some of their dtypes."""
         if self.kind != "tensor":
             return np.dtype((self.dtype, self.shape))
         size = torch.empty(0, dtype=getattr(torch, self.dtype), device="cpu").element_size()
@@ -68,7 +68,7 @@ class Field:
         return np.dtype((f"<i{integers}", (math.prod(self.shape) * size // integers,)))
 
     def value(self, column: Any, index: int) -> Any:
-        """That of one sample; tensors and arrays are views."""
+        """The value of the field in one sample; tensors and arrays are views."""
         stored = column[index, ...] if self.kind == "array" else column[index]
         if self.kind == "tensor":
             return torch.from_numpy(stored).view(getattr(torch, self.dtype)).view(self.shape)
@@ -79,7 +79,8 @@ class Field:
 class Layout:
     """The memory layout. ``container`` is the structure of a stacked sample.
 
-    ``encoded`` samples have no fields; their table of ``num_samples + 1`` int64 is at ``table``.
+    ``encoded`` samples have no fields; ``table`` is the offset of their ``num_samples + 1`` starts
+    (int64).
     """
 
     num_samples: int
@@ -241,7 +242,7 @@ def pack_dataset(
 
 
 class _Reader:
-    """Reads samples in order; keeps the last one."""
+    """Reads samples, and keeps the last one, which is not read again if the layout changes."""
 
     def __init__(self, dataset: SizedDataset[Any]) -> None:
         self._dataset = dataset
@@ -313,11 +314,12 @@ def _pack_stacked(
     directory: str,
     progress: Callable[[], None],
 ) -> tuple[SharedMemorySegment, Layout, int]:
-    """Returns also the number of packed samples: up to the first that differs from sample 0."""
+    """Pack samples of equal shapes; return also how many, up to one that differs from sample 0."""
     layout = replace(shape, num_samples=length)
     end = layout.row.itemsize * length
     memory = SharedMemorySegment.create(end, COPY, directory)
     try:
+        # Where the folder is full, allocating raises, but writing to mapped memory is a SIGBUS.
         for begin in range(0, end, _RESERVE_BYTES):
             memory.reserve(begin, min(begin + _RESERVE_BYTES, end))
             progress()
@@ -375,7 +377,7 @@ def _joined(messages: Sequence[memoryview]) -> tuple[bytearray, Layout]:
 
 
 def _encode(sample: Any, index: int, trust: object_codec.Trust) -> bytes:
-    """The length of the head, the head, and the tensors."""
+    """Encode a sample as the length of its head (8 bytes), the head, and the tensors."""
     try:
         message = object_codec.pack(sample, trust)
     except TorchmnError as error:

@@ -30,11 +30,11 @@ _NUM_SEEDS = 2**32  # numpy's
 _CPU = torch.device("cpu")
 _PROCESS = secrets.token_hex(8)
 _NUM_APART = "num_apart"
-"""In a state where numbers are shared."""
+"""The key that a state has only if the ranks share their numbers."""
 
 
 def position(state: torch.Tensor | None = None) -> int:
-    """A number for the state of a generator of torch, by default that on the CPU. Local."""
+    """Hash the state of a torch generator, by default the CPU's, to 32 bits. Local."""
     if state is None:
         with rng_state.in_turn:
             state = torch.get_rng_state()
@@ -43,7 +43,10 @@ def position(state: torch.Tensor | None = None) -> int:
 
 
 def rank_seed(seed: int, rank: int) -> int:
-    """Rank 0's is the seed itself; the others' are far apart, whatever seeds a script tries."""
+    """Derive a rank's seed: the seed itself on rank 0, a hash of seed and rank elsewhere. Local.
+
+    With ``seed + rank``, a run with the next seed would repeat the numbers of other ranks.
+    """
     if rank == 0:
         return seed
     digest = hashlib.sha256(f"torchmn rank {rank} seed {seed}".encode()).digest()
@@ -75,12 +78,12 @@ class RandomStreams:
         self._device = device
         self._num_apart = 0
         self._together: dict[str, Any] | None = None
-        """Where the shared numbers are while the rank draws its own."""
+        """State of the shared generators while this rank draws its own numbers, else None."""
         self._first = torch.empty(0, device="cpu")
-        """Where torch's own ones have begun."""
+        """State of torch's generator at the beginning of this rank's own numbers."""
 
     def seed_generators(self) -> RandomStreams:
-        """Begin with the numbers of one process, on all ranks; returns itself. Local."""
+        """Seed all generators as one process does, equally on all ranks; return self. Local."""
         random.seed(self._job_seed)
         np.random.seed(self._job_seed)
         with rng_state.in_turn:
@@ -100,7 +103,7 @@ class RandomStreams:
         self.draw_together()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where all streams are now, and whether they are shared. Local."""
+        """The state of all generators, and whether the ranks share their numbers. Local."""
         state = rng_state.capture(self._device)
         return {**state, _NUM_APART: self._num_apart} if self.is_shared else state
 
@@ -114,7 +117,7 @@ class RandomStreams:
         self.loaded(state)
 
     def loaded(self, state: Mapping[str, Any]) -> None:
-        """The generators have been set to those of a `state_dict`. Local."""
+        """Note that the generators have been set to the state of a `state_dict`. Local."""
         self._num_apart, self._together = state.get(_NUM_APART, 0), None
         self.is_shared = _NUM_APART in state and self is not _NONE
 
@@ -135,7 +138,8 @@ class RandomStreams:
     def draw_apart(self) -> None:
         """Draw numbers that no other rank draws until `draw_together`, if they are shared. Local.
 
-        Ranks draw them for parts of the data, in no common number.
+        Ranks read different samples and may draw a different number of random numbers for them;
+        after that, shared generators would no longer agree.
         """
         if not self.is_shared or self._together is not None:
             return
@@ -167,7 +171,7 @@ class RandomStreams:
 
 
 _NONE = RandomStreams(0, 0, _CPU)
-"""Where ranks are threads of a process, which share generators, or there is one, or no seed."""
+"""Stands in where nothing is shared: without a seed, with one rank, or in ranks as threads."""
 _NONE.is_shared = False
 _current = _NONE
 
@@ -178,22 +182,22 @@ def current() -> RandomStreams:
 
 
 def adopt(streams: RandomStreams | None) -> None:
-    """Make them those of this process, or let it have none. Local."""
+    """Set the streams of this process; None removes them. Local."""
     global _current
     _current = streams or _NONE
     training_start.function = None if streams is None else streams.fork
 
 
 def shared_state() -> dict[str, Any] | None:
-    """Where the numbers are that all ranks share; None if they are not shared. Local."""
+    """The state of the generators that all ranks share; None if they share none. Local."""
     return rng_state.capture(_current._device) if _current.is_shared else None
 
 
 def follow(state: Mapping[str, Any] | None) -> None:
-    """Continue from the `shared_state` of another rank, where numbers are shared. Local.
+    """Continue from the `shared_state` of another rank, if numbers are shared. Local.
 
-    Ranks come to draw in other numbers where one of them alone shows a sample, or draws the order
-    of a pass for all.
+    Generators come to differ when one rank alone reads a sample, or draws the order of a pass for
+    all ranks.
     """
     if state is not None and _current.is_shared:
         rng_state.restore(state, _current._device)
@@ -206,7 +210,7 @@ def fork_in_worker(streams: RandomStreams | None) -> None:
     DataLoaders whose workers torch seeds from shared numbers.
 
     Args:
-        streams: those that the process of the rank had, if the worker is not its fork.
+        streams: the streams of the rank's process, for a worker that was not forked from it.
     """
     streams = streams or _current
     if streams.is_shared and get_worker_info() is not None:
@@ -214,16 +218,18 @@ def fork_in_worker(streams: RandomStreams | None) -> None:
 
 
 def capture(device: torch.device) -> dict[str, Any]:
-    """The state of the process's generators for a checkpoint: of its streams, if it has any."""
+    """The state of this process's generators for a checkpoint, marked if it is shared. Local."""
     return _current.state_dict() if _current.is_shared else rng_state.capture(device)
 
 
 def restore(state: Mapping[str, Any], step: int, comm: Communicator, num_old: int) -> None:
-    """Continue from `capture` of this rank, or of rank 0 on one that was not there. Local.
+    """Restore the generators from a checkpoint. Local.
+
+    A rank that did not exist when it was saved derives new numbers from the seed of rank 0.
 
     Args:
-        state: what was saved.
-        step: when it was saved.
+        state: what this rank, or for a new one rank 0, has captured.
+        step: the step at which it was saved.
         comm: the ranks now.
         num_old: the number of ranks then.
     """
@@ -235,7 +241,7 @@ def restore(state: Mapping[str, Any], step: int, comm: Communicator, num_old: in
 
 
 def process_id() -> str:
-    """The same on ranks that are threads of one process, and on no others. Local."""
+    """An identifier of this process, equal only on ranks that are its threads. Local."""
     return f"{_PROCESS} {os.getpid()}"
 
 
@@ -295,6 +301,7 @@ def share_equal_numbers(comm: Communicator) -> None:
 
 
 def _begin_shared(streams: RandomStreams, comm: Communicator, processes: Sequence[str]) -> None:
+    # Generators belong to the process: ranks that are threads of one cannot draw apart.
     if comm.size > 1 and len(set(processes)) == comm.size:
         adopt(streams)
         comm.on_finalize(lambda: adopt(None) if _current is streams else None)

@@ -1,4 +1,4 @@
-"""The random numbers that a sampler draws from, to have it draw the same order again."""
+"""Capturing the random generators of a sampler, so that it can draw the same order again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchmn.data import rng_state
 
 Batch = TypeVar("Batch")
 _CPU = torch.device("cpu")
-"""A sampler draws on it, whatever device the rank trains on."""
+"""Samplers draw on the CPU, whatever device the rank trains on."""
 
 
 def capture(sampler: object) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def has_drawn_since(state: Mapping[str, Any], sampler: object) -> bool:
 
 @contextmanager
 def replayed(state: Mapping[str, Any] | None, sampler: object) -> Iterator[None]:
-    """Draw from the numbers of a `capture` inside. Local; does nothing for None.
+    """Run the body with the generators in the state of a `capture`. Local; nothing for None.
 
     Afterwards the process's own generators are as before, and the sampler's are where the draws
     have left them.
@@ -60,35 +60,35 @@ def replayed(state: Mapping[str, Any] | None, sampler: object) -> Iterator[None]
 
 
 class GeneratorMarks:
-    """Where the torch generators of a sampler were after each batch of a pass. Local.
+    """Records the states of a sampler's torch generators after each batch of a pass. Local.
 
-    A pass is drawn ahead of the loop; if the loop leaves it early, they return to where they would
-    be if it had been drawn batch by batch.
+    A pass is drawn ahead of the loop. If the loop leaves it early, `rewind` gives the generators
+    the states that they would have if it had been drawn batch by batch.
     """
 
     def __init__(self, sampler: object) -> None:
         self._generators = _generators(sampler)
         self._states = [(0, self._now())]
-        """Whenever they have changed: after how many batches, and their states."""
+        """(number of batches, states) for each batch that has changed a generator."""
         self._last = self._states[0][1]
 
     def marked(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The batches, marked as they are drawn."""
+        """Yield the batches, and record the states as they are drawn."""
         for number, batch in enumerate(batches, 1):
             if self._generators and not _are_equal(states := self._now(), self._states[-1][1]):
                 self._states.append((number, states))
             yield batch
 
     def drawn(self) -> None:
-        """Some batches were drawn, and the generators are the loop's again."""
+        """Note that drawing pauses: until it goes on, the script may use the generators."""
         self._last = self._now()
 
     def forget_before(self, num_batches: int) -> None:
-        """`rewind` will be asked for these batches or more: an endless pass keeps few marks."""
+        """Discard states that only fewer batches need: an endless pass keeps few of them."""
         del self._states[: self._index(num_batches)]
 
     def rewind(self, num_batches: int) -> None:
-        """Set them to where they were after these batches, unless they were used since."""
+        """Restore the states after this many batches, unless the script has used the generators."""
         if _are_equal(self._now(), self._last):
             _, states = self._states[self._index(num_batches)]
             for generator, state in zip(self._generators, states, strict=True):
@@ -106,7 +106,7 @@ def _are_equal(states: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
 
 
 def _generators(sampler: object) -> list[torch.Generator]:
-    """Those of the sampler, of the one that it draws from, and so on; each once."""
+    """The torch generators of a sampler and of the samplers nested in it, each once."""
     found: list[torch.Generator] = []
     seen: list[object] = []
     while sampler is not None and not any(sampler is other for other in seen):

@@ -27,18 +27,18 @@ SHARDS_DIFFER = (
     "samples of the current epoch twice and some not at all. With GlobalSampler none are lost or "
     "repeated."
 )
-"""Where a training with fixed shards resumes on another number of ranks."""
+"""The warning for a training with fixed shards that resumes on another number of ranks."""
 
 
 def warnings_of_shards(comm: Communicator) -> list[str]:
-    """What does not hold for the shards of a communicator on another number of ranks. Local."""
+    """Warnings about the shards of a communicator, for another number of ranks. Local."""
     return [SHARDS_DIFFER] if comm in _scattered else []
 
 
 def shard_bounds(
     num_samples: int, size: int, rank: int, *, force_equal_length: bool = True
 ) -> tuple[int, int]:
-    """The samples ``begin`` .. ``end - 1`` of rank ``rank`` of ``size``. Local.
+    """The half-open range ``(begin, end)`` of the samples of rank ``rank`` of ``size``. Local.
 
     With ``force_equal_length`` all shards have ``ceil(num_samples / size)`` samples and begin at
     ``floor(num_samples * rank / size)``: neighbours share at most one sample, together they have
@@ -180,7 +180,7 @@ def scatter_dataset(
     begin, end = shard_bounds(
         lengths[root], comm.size, comm.rank, force_equal_length=chosen["force_equal_length"]
     )
-    _scattered.add(comm)
+    _scattered.add(comm)  # a resume on another number of ranks warns that its shards differ
     shard = SubDataset(samples, begin, end, order)
     shard.is_of_one_rank = comm.size > 1
     return shard

@@ -108,13 +108,13 @@ def scatter_loader(
 
 
 def _scattered(loader: DataLoader[Any], comm: Communicator) -> DataLoader[Any]:
-    """The copy, with this rank's parts."""
+    """Copy a loader, so that it returns this rank's parts. Local."""
     batches: Any = loader.batch_sampler
     if not isinstance(batches, GlobalSampler):
         batches = ScatteredBatches(batches, comm, loader.dataset)
     own: dict[str, Any] = {
         "batch_sampler": batches,
-        "_iterator": None,  # of persistent workers
+        "_iterator": None,  # persistent workers of the original have its batches
     }
     if hasattr(loader, "load_state_dict") and isinstance(batches, ScatteredBatches):
         # The state of a loader like torchdata's StatefulDataLoader, after `break` as well. Its own
@@ -130,7 +130,7 @@ def _scattered(loader: DataLoader[Any], comm: Communicator) -> DataLoader[Any]:
 
 
 def _facts(loader: Any) -> dict[str, int | None]:
-    """What must be the same on all ranks."""
+    """Numbers that must be the same on all ranks, by name."""
     read_ahead = loader.num_workers * (loader.prefetch_factor or 0)
     return {
         "the number of samples": length_of(loader.dataset),
@@ -146,7 +146,7 @@ _SCATTER_DATASET = "scatter_dataset"
 
 
 def divided_by(loader: Any) -> str:
-    """What gives each rank its part of a DataLoader already, by name; empty if nothing. Local."""
+    """Name what already gives each rank its part of a DataLoader's data; "" if none. Local."""
     batches, data = getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)
     for sampler in (getattr(batches, "sampler", None), batches):
         if isinstance(sampler, (DistributedSampler, GlobalSampler, ScatteredBatches)):

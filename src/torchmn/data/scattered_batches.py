@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 
 
 class LoaderState(TypedDict, total=False):
-    """``batches``: batches over all ranks that the loop has received; the rest is how to redraw.
+    """State of a loader: ``batches`` counts the batches of all ranks that the loop has received.
 
-    ``begun`` is there if the sampler drew when its iterator was made, before a DataLoader draws.
+    The other entries let rank 0 draw the same order again. ``begun`` exists if the sampler has
+    drawn numbers when its iterator was made, before the DataLoader draws its own.
     """
 
     batches: int
@@ -47,24 +48,24 @@ class _Order:
     before: torch.Tensor | None
     """torch's generator when a resumed pass began, before the loader drew a seed of workers."""
     state: LoaderState = field(default_factory=LoaderState)
-    """What is known once the order is drawn; empty before."""
+    """The state to resume the pass from, once its order is drawn; empty before."""
     num_batches: int | None = None
-    """Of the whole pass, once it is known."""
+    """Number of batches of the whole pass, once it is known."""
     drawing: Iterator[Sequence[Any]] | None = None
     """The sampler's iterator, on rank 0."""
     begun: dict[str, Any] | None = None
-    """What was drawn from when the sampler's iterator was made, if anything was."""
+    """State of the generators before the sampler's iterator was made, if that drew numbers."""
     error: Exception | None = None
-    """What making it has raised."""
+    """The exception that making the iterator has raised."""
     marks: GeneratorMarks | None = None
-    """Of the sampler's generators, on rank 0."""
+    """States of the sampler's generators during the pass, on rank 0."""
     indices: list[Any] = field(default_factory=list)
-    """In an evaluation, the samples of each part that the loader has drawn."""
+    """The sample indices of each part that the loader has drawn, in an evaluation only."""
     num_drawn: int = 0
     """Batches over all ranks whose parts the loader has drawn, those that it skipped included."""
 
     def begin(self, batches: Iterable[Sequence[Any]]) -> None:
-        """Make the sampler's iterator when one process does: some draw the whole order then."""
+        """Make the sampler's iterator now, as one process does: some draw the whole order then."""
         before = capture(batches)
         try:
             self.drawing = iter(batches)
@@ -75,7 +76,7 @@ class _Order:
 
     @property
     def first(self) -> int:
-        """The batch with which it begins."""
+        """The number of the batch with which the pass begins."""
         return 0 if self.resumed is None else self.resumed["batches"]
 
 
@@ -116,9 +117,9 @@ class ScatteredBatches(PassSampler):
         self._dataset = dataset
         super().__init__(comm, "scatter_loader")
         self._order: _Order | None = None
-        """Of the last pass; None before there is one, or since a state was loaded."""
+        """Order of the last pass; None before the first, and since a state was loaded."""
         self._resumed: LoaderState | None = None
-        """What was loaded and no pass has continued yet."""
+        """A loaded state that no pass has continued yet."""
 
     def __len__(self) -> int:
         return len(self.batches)  # type: ignore[arg-type]
@@ -154,6 +155,8 @@ class ScatteredBatches(PassSampler):
         if self._resumed is not None:
             with rng_state.in_turn:
                 before = torch.get_rng_state()
+        # What a loader draws when a pass begins, as the seed of its workers, was drawn before the
+        # state was saved: after a resume the generator is set back to `before`.
         self._order = _Order(self._resumed, before)
 
     def __iter__(self) -> Iterator[list[Any]]:
@@ -164,7 +167,7 @@ class ScatteredBatches(PassSampler):
         return batches
 
     def state_dict(self) -> LoaderState:
-        """Where the loop is that runs over the loader, the same on all ranks. Local.
+        """The position of the loop over the loader, the same on all ranks. Local.
 
         Between two passes, and after one that was left early, it is the beginning of a pass.
         """
@@ -174,7 +177,7 @@ class ScatteredBatches(PassSampler):
         return self.last_state()
 
     def last_state(self) -> LoaderState:
-        """Where the last pass is, or was when it was left, as `state_dict`. Local."""
+        """As `state_dict`, but keeps the position of a pass that was left early. Local."""
         order, last = self._order, self._pass
         if order is None or last is None or not order.state:  # nothing drawn since a state, if any
             resumed = self._resumed or (order and order.resumed)
@@ -225,7 +228,7 @@ class ScatteredBatches(PassSampler):
                     yield drawn.samples(begin + first, begin + last)
 
     def _drawn(self, own: _Order) -> Iterator[_Drawn]:
-        """What rank 0 draws: all batches of a pass at once, or some where they have no end."""
+        """Yield what rank 0 draws: a whole pass, or portions of an endless one. *Collective.*"""
         num = None if is_drawn_at_once(self.batches) else 1
         num_drawn = 0
         while True:
@@ -239,7 +242,7 @@ class ScatteredBatches(PassSampler):
             num = None if num is None else min(2 * num, _MAX_BATCHES)
 
     def _received(self, own: _Order, num: int | None) -> _Drawn:
-        """The next batches of rank 0, on all ranks. *Collective.*"""
+        """Draw the next batches on rank 0 and broadcast them. *Collective.*"""
         is_first = not own.state
         begins_training = is_first and torch.is_grad_enabled()
         known = contents(self._dataset) if begins_training else {}
@@ -250,7 +253,7 @@ class ScatteredBatches(PassSampler):
         if self._comm.rank == 0:
             try:
                 message = {**self._draw(own, num), "contents": known, "facts": [*facts.items()]}
-            except Exception as raised:
+            except Exception as raised:  # the other ranks wait for the broadcast
                 error = raised
                 message = {"problem": str(raised), "kind": type(raised).__name__}
             message["random"] = rank_seeds.shared_state()  # the others' have not drawn the order
@@ -334,9 +337,9 @@ class ScatteredBatches(PassSampler):
 
 
 _MAX_BATCHES = 4096
-"""That are drawn at once of a sampler without a length, or with one that stands for no end."""
+"""Batches that are drawn at once from a sampler whose length is unknown, or means endless."""
 _MAX_SAMPLES = 1 << 26
-"""Of a pass that is drawn at once: half a GiB of indices."""
+"""Samples of a pass that is drawn at once: half a GiB of indices."""
 
 
 @dataclass(frozen=True)
@@ -348,7 +351,7 @@ class _Drawn:
     is_last: bool
 
     def bounds(self) -> Iterator[tuple[int, int]]:
-        """Where each batch begins and ends."""
+        """Yield (begin, end) of each batch in ``indices``."""
         end = 0
         for length in self.lengths.tolist():
             begin, end = end, end + length
@@ -374,7 +377,7 @@ def _digest(lengths: np.ndarray[Any, Any], samples: np.ndarray[Any, Any] | list[
 
 
 def is_drawn_at_once(batches: Any) -> bool:
-    """Whether a pass has a length, and one that can be sent whole."""
+    """Whether the length of a pass is known, and small enough to send all indices at once."""
     length = length_of(batches)
     batch_size = getattr(batches, "batch_size", None)
     return length is not None and length * int(batch_size or 1) <= _MAX_SAMPLES

@@ -83,7 +83,7 @@ class SubDataset(Dataset[Sample]):
         self.is_of_one_rank = False
         """Whether other ranks have other samples, as shards of `scatter_dataset`."""
         self._streams: rank_seeds.RandomStreams | None = None
-        """Of the process that has started this one, a worker."""
+        """In a worker process: the streams of the process of the rank, which has started it."""
         # A copy, so that the shard does not keep the permutation of the whole data set alive.
         self._indices = None if order is None else np.array(order[begin:end], dtype=np.int64)
 
@@ -110,6 +110,7 @@ class SubDataset(Dataset[Sample]):
             position += len(self)
         if not 0 <= position < len(self):
             raise IndexError(f"Sample {index} of a part with {len(self)} samples.")
+        # From numbers that ranks share, torch seeds their workers alike: augmentation must differ.
         if self.is_of_one_rank:
             rank_seeds.fork_in_worker(self._streams)
         if self._indices is None:
@@ -120,6 +121,7 @@ class SubDataset(Dataset[Sample]):
         """For pickling: a scattered data set omits the samples of other parts."""
         state = dict(self.__dict__)
         only = getattr(self.dataset, "only", None)  # of `PackedSamples`
+        # A process that this one starts maps the same memory; any other pickle has the samples.
         if only is not None and not is_starting_process():
             state["dataset"] = only(self.indices)
         if is_starting_process():
@@ -127,6 +129,7 @@ class SubDataset(Dataset[Sample]):
         return state
 
     def __copy__(self) -> SubDataset[Sample]:
+        # By default copies use `__getstate__`, which leaves out samples of other parts.
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
         return twin

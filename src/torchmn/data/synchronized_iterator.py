@@ -1,4 +1,4 @@
-"""The same order of samples on all ranks, each of which reads its own data set."""
+"""Iterators that draw the same order on all ranks, each of which reads its own data set."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def create_synchronized_iterator(iterator: Batches, comm: Communicator) -> Batch
 
 
 def _kind(iterator: Any) -> tuple[str, str]:
-    """What must be the same on all ranks, and what is wrong with it."""
+    """Describe the order, which must be the same on all ranks; return also a problem or ""."""
     if isinstance(iterator, SerialIterator):
         return _described(len(iterator.dataset), iterator.shuffle), ""
     if isinstance(iterator, DataLoader):
@@ -83,5 +83,5 @@ def _described(length: int, is_shuffled: bool) -> str:
 
 
 def _sampler(loader: Any) -> Any:
-    """What draws single samples: of batches, what they are drawn from."""
+    """The sampler of single indices: a batch sampler's own sampler, where it has one."""
     return getattr(loader.batch_sampler, "sampler", loader.batch_sampler or loader.sampler)

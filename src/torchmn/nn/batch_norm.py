@@ -39,7 +39,7 @@ _MAX_FEATURES = 2**32
 
 
 class _MultiNode(BatchNorm):
-    """What the layers of all dimensions have in common."""
+    """Base class of the layers for all dimensions."""
 
     _ranks: Ranks
     loss_weight: LossWeight
@@ -83,7 +83,7 @@ class _MultiNode(BatchNorm):
         return _normalize(self, input)
 
     def extra_repr(self) -> str:
-        """The arguments, and how many ranks there are."""
+        """The arguments and the number of ranks, for ``repr``."""
         num_ranks = "no" if self.comm is None else self.comm.size
         of_torch: str = super().extra_repr()  # type: ignore[no-untyped-call]
         return f"{of_torch}, {num_ranks} ranks, loss_weight={self.loss_weight}"
@@ -112,7 +112,8 @@ class MultiNodeBatchNorm2d(_MultiNode, nn.BatchNorm2d):
         eps, momentum, affine, track_running_stats, device, dtype: as in torch.
         loss_weight: which loss is differentiated: with ``rank`` the sum of the losses of all ranks,
             with ``samples`` each is weighted by the rows of its rank's input (dimension 0). Give
-            what the optimizer was given as ``weight``. `set_weight` of the optimizer goes first.
+            what the optimizer was given as ``weight``. `set_weight` of the optimizer takes
+            precedence.
 
     >>> import torchmn
     >>> comm = torchmn.create_communicator()
@@ -174,9 +175,9 @@ create_mnbn_model = convert_batch_norm
 
 
 def weigh_losses_by(model: nn.Module, given_weight: Callable[[], float | None]) -> None:
-    """Let every layer ask in backward for the weight that this rank's loss was given. Local.
+    """Let every layer call ``given_weight`` in backward for the weight of this rank's loss. Local.
 
-    Where that is None it is what ``loss_weight`` says.
+    If it returns None, ``loss_weight`` applies.
     """
     for layer in model.modules():
         if isinstance(layer, _MultiNode):
@@ -225,7 +226,7 @@ def _normalize(layer: _MultiNode, x: Tensor) -> Tensor:
 
 
 def _update_running(layer: _MultiNode, statistics: Tensor) -> None:
-    """Average the statistics of a batch, rows n, mean and q, into the running ones, as torch."""
+    """Update running statistics as torch does, from the rows n, mean and q of a batch."""
     count, mean, deviation = statistics
     if layer.num_batches_tracked is not None:
         layer.num_batches_tracked.add_(count[0] > 0)
@@ -267,7 +268,7 @@ class _BatchNorm(torch.autograd.Function):
         count = counts.sum(0)
         mean = (counts * means).sum(0).div_(count.clamp(min=1))
         deviation = (table[:, 2 + features :] + counts * (means - mean).square()).sum(0)
-        if not count.is_cuda and count == 1:
+        if not count.is_cuda and count == 1:  # reading it would make the host wait for the GPU
             raise ValueError(
                 "Expected more than 1 value per channel when training, got 1 on all ranks together"
             )
@@ -300,7 +301,7 @@ class _BatchNorm(torch.autograd.Function):
             if own_weight is None:
                 own_weight = ctx.num_samples if layer.loss_weight == "samples" else 1
             row = torch.cat([own_sum.new_zeros(1), own_sum, own_product])
-            row = row.mul_(own_weight) if own_weight else row.zero_()  # even NaN is no loss
+            row = row.mul_(own_weight) if own_weight else row.zero_()  # 0 * NaN would be NaN
             row[0] = _call(layer, _BACKWARD)
             table = ctx.ranks.gather_rows(row, _described)
             # A rank of weight 0 has a gradient that counts for nothing.
@@ -319,7 +320,7 @@ class _BatchNorm(torch.autograd.Function):
 
 
 def _call(layer: _MultiNode, direction: int) -> int:
-    """A number that says which layer and direction it is; float64 holds it exactly."""
+    """Encode layer, direction and features as one number, which float64 holds exactly."""
     return ((layer._number or 0) * 2 + direction) * _MAX_FEATURES + layer.num_features
 
 
@@ -333,7 +334,10 @@ def _described(call: int) -> str:
 
 
 def _shift(x: Tensor, shift: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The mean of each channel, or nearly, and the values less it, in float32 at least."""
+    """Shift each channel by its rounded mean, or by ``shift``; return the shift and the values.
+
+    Both are at least in float32.
+    """
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
     if shift is None:
         dims = [dim for dim in range(x.dim()) if dim != 1]

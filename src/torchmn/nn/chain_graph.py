@@ -16,7 +16,7 @@ from torchmn.base.errors import RankMismatchError, UsageError
 PipelineSchedule = Literal["gpipe", "1f1b"]
 PIPELINE_SCHEDULES = ("gpipe", "1f1b")
 FORWARD, BACKWARD = "forward", "backward"
-# Of a link in the simulation: a backward pass takes about twice the time of a forward pass.
+# Duration of a pass in the simulation: backward takes about twice as long as forward.
 _SECONDS = {FORWARD: 1, BACKWARD: 2}
 
 
@@ -32,7 +32,7 @@ class Link:
 
     @property
     def key(self) -> tuple[int, int]:
-        """What identifies it: its rank, and its number on that rank."""
+        """Identifies the link among all: its rank, and its number on that rank."""
         return self.rank, self.index
 
     def __str__(self) -> str:
@@ -70,7 +70,7 @@ class ChainGraph:
     The k-th output of rank a to rank b is the k-th input of rank b from rank a, in the order of
     `add_link`.
 
-    Raises UsageError, RankMismatchError: they are no graph that can run; the same on all ranks.
+    Raises UsageError, RankMismatchError: the links do not fit together; the same on all ranks.
     """
 
     links: list[list[Link]]
@@ -97,7 +97,7 @@ class ChainGraph:
         for edges in self.incoming.values():
             edges.sort(key=lambda edge: edge.position)
         self.depths = self._measure_depths()
-        """How many links the longest path from each link to an end has, itself included."""
+        """Number of links on the longest path from each link to an end, itself included."""
 
     @property
     def _all(self) -> list[Link]:
@@ -180,20 +180,20 @@ class ChainGraph:
     def order(
         self, num_microbatches: int, schedule: PipelineSchedule, *, has_backward: bool = True
     ) -> list[list[Action]]:
-        """What each rank does, one action after the other.
+        """The actions of each rank, in order.
 
         A link takes micro-batches in their order, forward and backward, so that gradients are
-        added in the same order under both schedules. ``gpipe``: a rank begins to go backward when
-        it has gone forward with all micro-batches. ``1f1b``: it goes backward as soon as it can,
-        and a link holds the activations of at most as many micro-batches as links follow it, and
-        two more, one of which hides the time of the messages.
+        added in the same order under both schedules. ``gpipe``: a rank starts backward passes when
+        it has done the forward passes of all micro-batches. ``1f1b``: it runs each backward pass as
+        soon as possible, and a link holds the activations of at most two micro-batches more than
+        the number of links that follow it. One of the two hides the time of the messages.
         """
         return _Simulation(self, num_microbatches, schedule, has_backward).run()
 
 
 @dataclass
 class _Simulation:
-    """All ranks of a pipeline, in which messages take no time."""
+    """Simulates all ranks of a pipeline, with messages that take no time."""
 
     _graph: ChainGraph
     _num_microbatches: int
@@ -229,7 +229,7 @@ class _Simulation:
                 idle.add(rank)
 
     def _next(self, rank: int) -> Action | None:
-        """What this rank does now: backward before forward, links near the end first."""
+        """The next action of a rank: backward before forward, links near the end first."""
         depths = self._graph.depths
         links = sorted(self._graph.links[rank], key=lambda link: (depths[link.key], link.index))
         is_forward_over = all(

@@ -226,7 +226,7 @@ class MultiNodeChainList(nn.Module):
             count(num_samples)
 
     def _agreed(self) -> tuple[ChainGraph, Messages]:
-        """The links of all ranks. *Collective.* Raises the same on all ranks."""
+        """Gather the links of all ranks, once. *Collective.* Raises the same on all ranks."""
         if self._graph is None or self._messages is None:
             options = {"num_microbatches": self.num_microbatches, "schedule": self.schedule}
             own = [(s.name, s.inputs, s.outputs) for s in self._specs]
@@ -293,7 +293,7 @@ class ForwardPass:
         self._thread = torch.zeros((), device="cpu", requires_grad=torch.is_grad_enabled())
 
     def run(self, inputs: tuple[Any, ...]) -> Any:
-        """The output where there is one, else the scalar, from which backward can begin."""
+        """Run the links; return the output, or if there is none, the scalar to begin backward."""
         result: Any = None
         has_output = False
         for action in self._order:
@@ -349,7 +349,7 @@ class ForwardPass:
 
 
 class _Sent(torch.autograd.Function):
-    """What was sent: its backward waits for the gradients."""
+    """The node of a message that was sent: its backward receives the gradients."""
 
     @staticmethod
     def forward(
@@ -367,7 +367,7 @@ class _Sent(torch.autograd.Function):
 
 
 class _Received(torch.autograd.Function):
-    """What has arrived: its backward sends the gradients."""
+    """The node of a message that has arrived: its backward sends the gradients."""
 
     @staticmethod
     def forward(

@@ -1,7 +1,7 @@
-"""The global norm of gradients of which ranks hold parts, clipping by it, and what is not finite.
+"""Norms, clipping and finiteness of gradients of which ranks hold parts.
 
-Parts are DTensors or the parameters of parallel layers. Each rank would find a norm of its own in
-its parts, and would clip what all ranks have in common by another factor than the others.
+Parts are DTensors or the parameters of parallel layers. By itself each rank would find the norm of
+its parts only, and would scale the parameters that all ranks share by a factor of its own.
 """
 
 from collections.abc import Iterable
@@ -21,15 +21,15 @@ def clip_grad_norm_(
     *,
     comm: Communicator | None = None,
 ) -> Tensor:
-    """Scale gradients down to a norm of ``max_norm``, that of the whole; returns the norm before.
+    """Clip gradients to a norm of ``max_norm`` of the whole model; return the norm before.
 
-    As torch's, but that DTensors of several meshes, parameters of parallel layers and plain ones
-    may stand side by side. *Collective over the ranks that hold parts.*
+    Like torch's function, but DTensors of several meshes, parameters of parallel layers and plain
+    parameters may be mixed. *Collective over the ranks that hold parts.*
 
     Args:
-        parameters: of this rank's part of the model, or the model.
+        parameters: the parameters of this rank's part of the model, or the model.
         max_norm, norm_type: as in torch.
-        comm: the ranks of a model of which each has other modules, as with `torchmn.nn.functions`.
+        comm: the ranks of a model, if each has other modules, as with `torchmn.nn.functions`.
 
     Example:
         >>> layer = torchmn.links.ParallelLinear(3, 2, comm)
@@ -51,7 +51,7 @@ def clip_grad_norm_(
 
 
 def total_norm(parameters: Iterable[Tensor], norm_type: float) -> Tensor:
-    """The norm of all gradients, of the whole. *Collective over the ranks that hold parts.*"""
+    """The norm of all gradients of the whole. *Collective over the ranks that hold parts.*"""
     norms = []
     for owners, group in _by_owners(_with_gradients(parameters)).items():
         grads = [cast(Tensor, p.grad) for p in group]
@@ -67,7 +67,7 @@ def total_norm(parameters: Iterable[Tensor], norm_type: float) -> Tensor:
 
 
 def norm_over(comm: Communicator, own: Tensor, norm_type: float) -> Tensor:
-    """The norm of what all ranks have, from that of each, in float64 on the CPU. *Collective.*"""
+    """Combine the norms of all ranks' parts, in float64 on the CPU. *Collective.*"""
     norm = own.double().cpu().view(1)
     if norm_type == float("inf"):
         return comm.allreduce(norm, "max")[0]
@@ -78,13 +78,13 @@ def norm_over(comm: Communicator, own: Tensor, norm_type: float) -> Tensor:
 def share_nonfinite_(
     parameters: Iterable[Tensor] | nn.Module, comm: Communicator | None = None
 ) -> None:
-    """Make gradients not finite on all ranks where they are so on one. *Collective.*
+    """Make gradients non-finite on all ranks if they are on one. *Collective.*
 
     Call it between backward and ``scaler.step`` of a plain optimizer for parallel layers, so that
-    the GradScalers of all ranks leave the same steps out.
+    the GradScalers of all ranks skip the same steps.
 
     Args:
-        parameters: of the model, or the model.
+        parameters: the parameters of the model, or the model.
         comm: the ranks of the model; those of its parallel layers by default.
 
     Example:
@@ -100,7 +100,7 @@ def share_nonfinite_(
     for each in owners:
         if isinstance(each, Communicator):
             flag = each.allreduce(flag, "max")
-    if int(flag) and is_finite and grads:
+    if int(flag) and is_finite and grads:  # one value is enough for a GradScaler to skip the step
         grads[0][(0,) * grads[0].dim()].fill_(float("inf"))
 
 
@@ -110,7 +110,10 @@ def _with_gradients(parameters: Iterable[Tensor] | nn.Module) -> list[Tensor]:
 
 
 def _by_owners(parameters: Iterable[Tensor]) -> dict[object, list[Tensor]]:
-    """By the mesh or communicator of the ranks that hold the parts; None: each has the whole."""
+    """Group parameters by the mesh or communicator of the ranks that hold their parts.
+
+    None is the key of parameters that each rank has whole.
+    """
     groups: dict[object, list[Tensor]] = {}
     for parameter in parameters:
         division = division_of(parameter)

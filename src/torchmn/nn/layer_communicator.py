@@ -36,12 +36,12 @@ class LayerCommunicator:
         self._num_passes = 0
 
     def new_layer(self) -> int:
-        """The number of a layer, in the order of first forward passes."""
+        """Number a new layer, in the order of first forward passes."""
         self._num_layers += 1
         return self._num_layers
 
     def note_forward(self, layer: nn.Module) -> None:
-        """Count forward passes, as the time limit after the first one is a shorter one. Local."""
+        """Count forward passes: the time limit is shorter after the first one. Local."""
         if current_graph_task_id() != -1:  # a checkpointed function runs again
             return
         if layer in self._seen:
@@ -51,9 +51,10 @@ class LayerCommunicator:
         self.comm.flight_recorder.set_label(None, self._num_passes)
 
     def gather_rows(self, row: Tensor, describe: Callable[[int], str]) -> Tensor:
-        """(n,) float64 on every rank to (W, n): rows in rank order. *Collective*, one message each.
+        """Gather float64 rows (n,) of W ranks to (W, n). *Collective*, one message to each rank.
 
-        Element 0 is a whole number that says which call it is; ``describe`` is its text for errors.
+        Element 0 is a whole number that identifies the call; ``describe`` makes it a text for
+        errors.
 
         Raises RankMismatchError on all ranks: they are in different calls with rows of one length.
         """
@@ -93,7 +94,10 @@ class Ranks:
         return self.comm
 
     def layers(self, layer: nn.Module, cure: str) -> LayerCommunicator:
-        """That of all layers over these ranks. *Collective* at the first call. See `required`."""
+        """The communicator of all layers over these ranks. *Collective* at the first call.
+
+        Raises as `required`.
+        """
         comm = self.required(layer, cure)
         found = _COPIES.get(comm)
         if found is None:
@@ -133,6 +137,7 @@ def differentiable_once(what: str) -> Callable[[_Backward], _Backward]:
                 found = backward(ctx, *grads)
             if not torch.is_grad_enabled():
                 return found
+            # The results must require a gradient, or a second backward would not reach `_Refused`.
             anchor = torch.empty(0, requires_grad=True, device="cpu")
             return tuple(
                 None if each is None else _Refused.apply(what, anchor, each)  # type: ignore[no-untyped-call]

@@ -36,18 +36,18 @@ from torchmn.comm.transports.base import (
 )
 from torchmn.nn.chain_graph import BACKWARD, FORWARD, Edge
 
+# int64 numbers: four of the place, samples of part and batch, size of the description, 0.
 _HEADER = 8
 _TAG = 1
 _YEAR_S = 365 * 86400.0
-_PAUSE_S = 0.0005
-# The longest pause between two polls of a transport that polls.
+_PAUSE_S = 0.0005  # the longest between two polls of a transport that polls
 _LOOK_S = 0.5  # between two looks at a limit that another thread may end
 _KINDS = (FORWARD, BACKWARD)
 
 
 @dataclass(frozen=True)
 class Place:
-    """Which message it is: ``kind`` is FORWARD for an output, BACKWARD for its gradient."""
+    """Identifies a message: ``kind`` is FORWARD for an output, BACKWARD for its gradient."""
 
     kind: str
     edge: Edge
@@ -56,7 +56,7 @@ class Place:
 
     @property
     def numbers(self) -> tuple[int, int, int, int]:
-        """What its header says."""
+        """The numbers that identify the message in its header."""
         return _KINDS.index(self.kind), self.edge.number, self.microbatch, self.call
 
     @property
@@ -77,7 +77,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Samples:
-    """How many samples a micro-batch has, and the whole batch."""
+    """Number of samples of a micro-batch, and of the whole batch."""
 
     of_part: int
     of_batch: int
@@ -85,7 +85,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class Delivery:
-    """What has arrived."""
+    """An object that has arrived, and the samples that it belongs to."""
 
     obj: Any
     samples: Samples
@@ -121,7 +121,7 @@ class Messages:
         self._forget_close = comm.on_finalize(self.close)
 
     def new_call(self) -> int:
-        """The number of a call of the chain, from 0.
+        """Number a new call of the chain, from 0.
 
         Raises CommunicationError: an earlier call has failed, and others wait for its messages.
         """
@@ -136,9 +136,9 @@ class Messages:
         return call
 
     def send(self, place: Place, obj: Any, samples: Samples) -> None:
-        """Start to send an object to the other end; returns at once. Its tensors must not change.
+        """Start sending an object to the other end, and return at once.
 
-        Raises UsageError: it holds what cannot be sent.
+        Its tensors must not change until it was sent. Raises UsageError: it cannot be sent.
         """
         own, peer = place.ends
         if peer == own:
@@ -192,7 +192,8 @@ class Messages:
             self._finish_send()
 
     def abort(self) -> None:
-        """End what is under way, after a failure: no further message will follow."""
+        """End all messages in progress after a failure: no other will follow."""
+        # First: a thread that makes a limit later sees this, and ends the limit itself.
         self._is_aborted = True
         for limit in list(self._limits.values()):
             limit.end()
@@ -231,7 +232,7 @@ class Messages:
         return engine
 
     def _limit(self, direction: str, peer: int) -> TimeLimit:
-        """Long: the computing thread has the limit, from when it waits."""
+        """A limit of a year: the computing thread applies the real one, from when it waits."""
         limit = self._limits[direction, peer] = BackoffTimeLimit(_YEAR_S, _PAUSE_S)
         if self._is_aborted:
             limit.end()

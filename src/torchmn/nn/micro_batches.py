@@ -15,7 +15,7 @@ _NUM_SAMPLES: ContextVar[int | None] = ContextVar("_NUM_SAMPLES", default=None)
 
 @contextmanager
 def part_of(num_samples: int) -> Iterator[None]:
-    """What runs inside sees a part of a batch of this many samples. Local."""
+    """Run the body on a part of a batch of this many samples; see `samples_of_loss`. Local."""
     token = _NUM_SAMPLES.set(num_samples)
     try:
         yield
@@ -42,7 +42,7 @@ def tensors_of(obj: Any) -> Iterator[Tensor]:
 
 
 def with_tensors(obj: Any, tensors: Iterator[Tensor]) -> Any:
-    """The same object with other tensors, in the order of `tensors_of`."""
+    """Replace the tensors in an object, in the order of `tensors_of`."""
     if isinstance(obj, Tensor):
         return next(tensors)
     if isinstance(obj, (tuple, list)):
@@ -93,5 +93,8 @@ def split(batch: Any, num_parts: int) -> list[Any]:
 
 
 def _apart(piece: Tensor) -> Tensor:
-    """The same memory, whose changes in place are not those of other parts to autograd."""
+    """The same memory with a version counter of its own, unless it requires a gradient.
+
+    Views share a counter: autograd would take an in-place change of one part for changes of all.
+    """
     return piece if piece.requires_grad else piece.data

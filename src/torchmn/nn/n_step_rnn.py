@@ -29,7 +29,7 @@ class MultiNodeNStepRNN(nn.Module):
         self.rank_out = rank_out
 
     def forward(self, input: Any, hx: Any = None) -> tuple[Any, Any, Tensor | None]:
-        """What the network returns, and the delegate variable of the hidden state that was sent.
+        """Return the network's output and state, and the delegate variable of the state sent.
 
         Called by this rank; ``rank_in`` and ``rank_out`` call theirs. The delegate is None without
         ``rank_out``. Backward must reach it: add it to the loss, pass it to

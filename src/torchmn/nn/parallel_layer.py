@@ -35,13 +35,13 @@ _CURE = "Make the model again with its communicator, and load the state into it.
 
 
 class ParallelLayer(nn.Module):
-    """What `ParallelLinear` and `ParallelConv2d` have in common."""
+    """Base class of `ParallelLinear` and `ParallelConv2d`."""
 
     weight: Any
     bias: Any
     split: Split
     _ranks: Ranks
-    # In which modes, training or not, the inputs of ranks have been compared.
+    # The modes (whether training) in which the inputs of ranks have been compared.
     _compared: tuple[bool, ...]
 
     @property
@@ -66,7 +66,7 @@ class ParallelLayer(nn.Module):
         self._mark_parts()
 
     def _mark_parts(self) -> None:
-        """Let all who compare, clip or average these parameters know that they are parts."""
+        """Mark the parameters as parts, for code that compares, clips or averages parameters."""
         if self.comm is not None:
             for name in self.divided_names():
                 parameter = self._parameters.get(name)
@@ -175,7 +175,10 @@ class ParallelLayer(nn.Module):
 
     @not_compiled
     def _raise_if_averaged_by_torch(self, comm: Communicator) -> None:
-        """DistributedDataParallel (and Lightning) give all its ranks rank 0's part."""
+        """Raise UnsupportedError under DistributedDataParallel over ranks with different parts.
+
+        It (and Lightning with it) broadcasts rank 0's part to all its ranks.
+        """
         ddp = active_ddp()
         if ddp is None or comm.size == 1:
             return
@@ -189,7 +192,7 @@ class ParallelLayer(nn.Module):
             )
 
     def extra_repr(self) -> str:
-        """The arguments of the whole layer, and how it is divided."""
+        """The arguments of the whole layer and its division, for ``repr``."""
         whole: str = super().extra_repr()
         num_ranks = "no" if self.comm is None else self.comm.size
         return f"{whole}, split={self.split}, {num_ranks} ranks"
@@ -199,13 +202,13 @@ class ParallelLayer(nn.Module):
         raise NotImplementedError
 
     def _apply_part(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """What the layer of torch computes with this rank's weight."""
+        """Apply torch's layer with this rank's part of the weight."""
         raise NotImplementedError
 
 
 @not_compiled
 def _communicator(layer: ParallelLayer) -> Communicator:
-    """That of layers over these ranks. *Collective* at the first call."""
+    """The communicator of the layers over these ranks. *Collective* at the first call."""
     ranks = layer._ranks.layers(layer, _CURE)
     ranks.note_forward(layer)
     return ranks.comm
@@ -213,7 +216,7 @@ def _communicator(layer: ParallelLayer) -> Communicator:
 
 @not_compiled
 def _is_first_pass(layer: ParallelLayer) -> bool:
-    """Whether it is the first one in this mode, training or not. Local."""
+    """Whether this is the first pass in this mode, training or evaluation. Local."""
     is_first = layer.training not in layer._compared
     if is_first:
         layer._compared += (layer.training,)
@@ -225,7 +228,7 @@ def _compare_gradient(y: Tensor, comm: Communicator, what: str) -> None:
     """Compare the gradient of ``y`` over ranks, in the first backward pass."""
     if not y.requires_grad:
         return
-    waiting = [what]
+    waiting = [what]  # emptied by the first pass: the hook runs in each backward through y
 
     def compare(dy: Tensor) -> None:
         if waiting:
@@ -281,19 +284,19 @@ def _divided(model: nn.Module) -> Iterator[tuple[str, ParallelLayer, str]]:
 
 @not_compiled
 def _copy(x: Tensor, comm: Communicator) -> Tensor:
-    """x, which each rank uses for its part; the gradients of the parts are added."""
+    """Return x; its gradient is the sum of the gradients of all ranks."""
     return _with_reverse(x, lambda x: x.view_as(x), lambda dy: _sum(dy, comm))
 
 
 @not_compiled
 def _sum(x: Tensor, comm: Communicator) -> Tensor:
-    """The sum of all ranks' x."""
+    """Sum x over ranks; each rank's gradient is that of the sum."""
     return _with_reverse(x, comm.allreduce, lambda dy: _copy(dy, comm))
 
 
 @not_compiled
 def _gather(x: Tensor, comm: Communicator, dim: int) -> Tensor:
-    """The parts of all ranks, one after another."""
+    """Concatenate the parts of all ranks; the gradient of a part is its part of the gradient."""
     return _with_reverse(
         x, lambda x: torch.cat(comm.allgather(x), dim), lambda dy: _part(dy, comm, dim)
     )
@@ -301,7 +304,7 @@ def _gather(x: Tensor, comm: Communicator, dim: int) -> Tensor:
 
 @not_compiled
 def _part(x: Tensor, comm: Communicator, dim: int) -> Tensor:
-    """This rank's part of what all ranks have."""
+    """This rank's part of a tensor that all ranks have; the gradients of parts are gathered."""
     return _with_reverse(
         x, lambda x: _narrowed(x, dim, comm).clone(), lambda dy: _gather(dy, comm, dim)
     )
@@ -373,7 +376,7 @@ def raise_if_values_differ(x: Tensor, comm: Communicator, what: str) -> None:
 
 
 def _sample(x: Tensor) -> Tensor:
-    """At most 64 values, from the first to the last, on the CPU."""
+    """At most 64 values, evenly spaced from the first to the last, as float64 on the CPU."""
     flat = (torch.view_as_real(x) if x.is_complex() else x).detach().reshape(-1)
     places = torch.linspace(0, max(len(flat) - 1, 0), min(_NUM_VALUES, len(flat)), device="cpu")
     return flat[places.long().to(flat.device)].double().cpu()

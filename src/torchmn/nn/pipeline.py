@@ -31,10 +31,10 @@ NoSync = Callable[[], AbstractContextManager[None]]
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """What the script gives to a step on this rank.
+    """The arguments that the script gives to a step on this rank.
 
-    ``count(targets)`` is what a micro-batch, or the batch, counts in the mean; ``scale`` makes of a
-    loss what backward begins with.
+    ``count(targets)`` is the weight of a micro-batch, or of the batch, in the mean. ``scale`` turns
+    the loss into the tensor with which backward begins.
     """
 
     inputs: tuple[Any, ...] | None
@@ -89,7 +89,7 @@ class Pipeline:
         }
 
     def step(self, batch: Batch, no_sync: Sequence[NoSync]) -> Tensor | None:
-        """Forward and backward; the loss where there is an output. *Collective.*"""
+        """Run forward and backward; return the loss on ranks with an output. *Collective.*"""
         step = _Step(self, batch, no_sync)
         try:
             return step.run()
@@ -98,7 +98,7 @@ class Pipeline:
             raise
 
     def _num_sent_by(self, action: Action) -> int:
-        """How many messages to this rank an action sends."""
+        """Number of messages that an action of another rank sends to this one."""
         own, key = self.comm.rank, action.link.key
         if action.kind == FORWARD:
             return sum(edge.target.rank == own for edge in self.graph.outgoing.get(key, []))
@@ -266,6 +266,7 @@ class _Step:
             roots.append(self._batch.scale(done.loss))
             grads.append(None)
         trained = [t for t in tensors_of(done.output) if t.requires_grad]
+        # Layers of other chains wait for those of this one in backward: run it, with zeros.
         if link.outputs is None and done.loss is None and self._runs_all:
             roots += trained
             grads += map(torch.zeros_like, trained)
@@ -278,6 +279,7 @@ class _Step:
                     grads.append(grad)
         if roots:
             with ExitStack() as stack:
+                # torch advises against backward under autocast, which the script may have entered.
                 stack.enter_context(torch.autocast(self._comm.device.type, enabled=False))
                 if not self._is_last_pass(index, done.samples):
                     for no_sync in self._no_sync:
@@ -329,7 +331,7 @@ class _Enter(torch.autograd.Function):
 
 
 def _entered(obj: Any, flags: Sequence[bool], arrival: _Arrival) -> Any:
-    """What another link has returned, ready for this one; ``flags``: which need a gradient."""
+    """Make the output of another link an input; ``flags`` tells which tensors need a gradient."""
     tensors = list(tensors_of(obj))
     # detached: on its own rank an output still belongs to the graph of the link before
     trained = tuple(t.detach() for t, flag in zip(tensors, flags, strict=True) if flag)
@@ -345,7 +347,7 @@ def _entered(obj: Any, flags: Sequence[bool], arrival: _Arrival) -> Any:
 def explained(
     comm: Communicator, graph: ChainGraph, link: Link, arguments: Sequence[Any]
 ) -> Iterator[None]:
-    """Add to an error of a link where its inputs came from."""
+    """Add a note to an error of a link: the kinds of its inputs, and where they came from."""
     try:
         yield
     except Exception as error:

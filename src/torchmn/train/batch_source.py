@@ -41,7 +41,7 @@ class BatchSource(Protocol):
 
 
 def batch_source(iterator: Any) -> BatchSource:
-    """``iterator`` itself if it counts epochs, else `EpochLoader` over it.
+    """Return ``iterator`` if it counts epochs, else an `EpochLoader` over it.
 
     Raises UsageError: it can be iterated only once.
     """
@@ -113,7 +113,7 @@ class EpochLoader:
         return self.epoch + (self._num_done / length if length else 0.0)
 
     def full_length(self) -> int | None:
-        """Batches in a full pass."""
+        """Number of batches in a full pass; None if it is not known."""
         try:
             return len(self.loader)
         except TypeError:  # a DataLoader whose data set has no length
@@ -153,7 +153,7 @@ class EpochLoader:
         """The state that this rank loads, from those of all old ranks, in rank order. Local."""
         own = states[comm.rank % len(states)]
         if self._sampler is not None:
-            # The loader's workers are seeded differently, on each rank.
+            # Ranks seed workers differently: a new rank must not take over the seed of another.
             return {**own, "generator": None}
         length = self.full_length()
         num_done = int(own["num_done"]) * len(states) // comm.size
@@ -172,7 +172,7 @@ class EpochLoader:
         ]
 
     def batch_settings(self) -> BatchSettings | None:
-        """What a checkpoint records of the batch: the sampler's, if it is a `GlobalSampler`."""
+        """The global batch that a checkpoint records; None without a `GlobalSampler`."""
         return None if self._sampler is None else self._sampler.batch_settings()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -207,6 +207,7 @@ class EpochLoader:
             set_epoch = getattr(getattr(loader, name, None), "set_epoch", None)
             if set_epoch is not None:
                 set_epoch(self.epoch)
+        # A pass draws from the generator (order, seed of workers): its state now repeats the pass.
         generator = self._generator()
         now = generator.get_state()
         is_resumed, self._is_resumed = self._is_resumed, False
@@ -220,6 +221,7 @@ class EpochLoader:
         self._batches = iter(loader)
         if is_resumed and generator is torch.default_generator:
             generator.set_state(now)  # the number was drawn before the state was saved
+        # Without a length only the end of the iterator, one batch ahead, shows the last batch.
         self._ahead = next(self._batches, _END) if self._pass_length is None else _END
 
     def _draw(self) -> Any:

@@ -115,7 +115,7 @@ class MultiprocessParallelUpdater(StandardUpdater):
         self._replica: Replica | None = None
         self._has_ended = self._has_failed = False
         self._random_states: dict[int, Any] = {}
-        """Of the workers, by rank, as they were saved."""
+        """Random states of the workers by rank, as they were saved."""
         self._num_threads_before = 0
 
     def update(self) -> None:
@@ -140,6 +140,7 @@ class MultiprocessParallelUpdater(StandardUpdater):
         """
         if self._replica is not None or self._has_ended:
             return
+        # Bound before the store is made, so that no other process can take the port.
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         store = serve_store(listener, "127.0.0.1", timeout_s=self.timeout_s)
         secret = secrets.token_bytes(32)
@@ -171,6 +172,7 @@ class MultiprocessParallelUpdater(StandardUpdater):
         replica, self._replica = self._replica, None
         workers, self._workers = self._workers, None
         if replica is not None:
+            # After a failure workers may not listen any more: `workers.end` then ends them.
             with contextlib.suppress(CommunicationError):
                 if not self._has_failed:
                     replica.control.bcast_obj("end", MAIN)
@@ -183,8 +185,9 @@ class MultiprocessParallelUpdater(StandardUpdater):
             self._num_threads_before = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The iteration, the positions of all iterators, also in the middle of an epoch, and the
-        random generators of the workers; those of main belong to the script.
+        """The iteration, the states of all iterators and the random states of the workers.
+
+        Random generators of main belong to the script.
         """
         states = [dict(source.state_dict()) for source in self._sources]
         random_states = dict(self._random_states)
@@ -196,10 +199,10 @@ class MultiprocessParallelUpdater(StandardUpdater):
         return {"iteration": self.iteration, "sources": states, "random_states": random_states}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with the very next batches.
+        """Restore a saved state, to resume with the very next batches.
 
-        On another number of devices the same number of samples of the epoch are done; which ones
-        is not kept. Raises UsageError: an iterator cannot do that.
+        On another number of devices the number of samples done in the epoch is kept, but not which
+        ones they are. Raises UsageError: an iterator cannot be resharded.
         """
         states = state["sources"]
         is_same = len(states) == len(self._sources)
@@ -230,13 +233,17 @@ class MultiprocessParallelUpdater(StandardUpdater):
         """Model, loss function and iterator, with all tensors on the CPU."""
         parts = {"model": self.model, "loss_func": self.loss_func, "iterator": self._sources[rank]}
         try:
+            # `cpu()` moves a model in place. Copied together, for the function may hold the model.
             model, loss_func = copy.deepcopy((self.model, self.loss_func))
             return pickle.dumps((model.cpu(), loss_func, parts["iterator"]))
         except Exception as error:
             raise UsageError(_pickle_problem(parts, error)) from error
 
     def _wait_for_start(self, workers: LocalRanks, store: TCPStore) -> None:
-        """Raises LaunchError: the workers ended, or took too long to load their model and data."""
+        """Wait until all workers run.
+
+        Raises LaunchError: they ended, or took too long to load their model and data.
+        """
         begin_s = time.monotonic()
         while not store.check([f"started{rank}" for rank in range(1, len(self.devices))]):
             is_late = time.monotonic() > begin_s + _START_LIMIT_S
@@ -324,7 +331,7 @@ Device = int | str | torch.device
 
 
 def named_devices(devices: Mapping[str, Device] | Sequence[Device]) -> dict[str, torch.device]:
-    """Devices by name, main first. Raises UsageError, UnsupportedError: not usable together."""
+    """Devices by name, main first. Raises UsageError, UnsupportedError: they cannot be combined."""
     if isinstance(devices, Mapping):
         if "main" not in devices:
             raise UsageError(

@@ -71,6 +71,7 @@ class ObservationAggregator(extension.Extension):
             return
         history, self._history = self._history, []
         gathered = self.comm.gather_obj(history)
+        # The other ranks wait for rank 0, and must hear of an exception that the function raises.
         with work_of_all_ranks(self.comm, f"the aggregator of '{self.original_key}'") as gather:
             own = None if gathered is None else _as_number(self.aggregator(gathered))
         result = gather.finish(own)[0]
@@ -105,7 +106,7 @@ class ObservationAggregator(extension.Extension):
 
 
 def _as_number(value: Any) -> Any:
-    """Scalars as numbers, pairs as pairs of numbers, which can be sent without pickle."""
+    """Convert scalars to numbers and pairs to pairs of numbers, which are sent without pickle."""
     if isinstance(value, tuple) and len(value) == 2:
         return (float(value[0]), float(value[1]))
     if value is None or isinstance(value, (bool, int, float, str)):

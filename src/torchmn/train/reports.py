@@ -63,7 +63,7 @@ class LogReport(log_report.LogReport):
 
 
 class SummaryOverRanks:
-    """Replaces a ``DictSummary``; its means are over all ranks."""
+    """A summary, in place of pytorch-pfn-extras' ``DictSummary``, with means over all ranks."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
@@ -146,7 +146,7 @@ def extend_with_reports(
         comm: the ranks that train together.
         images_per_epoch: images of all ranks together in an epoch; for the column ``images/s``,
             which includes the time of evaluations.
-        columns: of the table.
+        columns: the columns of the table.
         has_snapshot: whether to write snapshots.
 
     >>> import tempfile
@@ -167,13 +167,14 @@ def extend_with_reports(
     trainer.extend(AllreducePersistent(trainer.updater.model, comm))
 
     def add_speed(row: Any) -> None:
-        """Since the last row, which may be from before a resume."""
+        """Add the images per second since the last row, which may be older than a resume."""
         before = log.log[-1] if log.log else {"epoch": 0, "elapsed_time": 0.0}
         num_epochs, elapsed_s = (row[name] - before[name] for name in ("epoch", "elapsed_time"))
         row["images/s"] = num_epochs * images_per_epoch / max(elapsed_s, 1e-9)
 
     log = LogReport(comm, postprocess=add_speed)
     trainer.extend(log)
+    # The log is collective, so all ranks have it; what prints and writes is on rank 0 only.
     if comm.rank != 0:
         return
     is_terminal = sys.stdout.isatty()

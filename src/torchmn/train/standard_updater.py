@@ -118,7 +118,7 @@ class StandardUpdater:
         return {"iteration": self.iteration, "source": dict(self.source.state_dict())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume with the very next batch."""
+        """Restore a saved state, to resume with the very next batch."""
         self.iteration = int(state["iteration"])
         self.source.load_state_dict(state["source"])
 
@@ -134,7 +134,7 @@ class StandardUpdater:
         return warnings_of(self.source)
 
     def batch_settings(self) -> BatchSettings | None:
-        """What a checkpoint records of the batch: the source's."""
+        """The global batch that a checkpoint records: that of the source, if it knows one."""
         return batch_settings_of(self.source)
 
     def _step_without_samples(self, batch: Any) -> None:
@@ -147,7 +147,7 @@ class StandardUpdater:
             reporter = reporting.Reporter()
             reporter.add_observer("main", self.model)
             reporter.add_observers("main", self.model.named_modules())
-            with reporter.scope({}):  # means of nothing are not observed
+            with reporter.scope({}):  # means over no samples are not numbers, and not observed
                 compute_gradients(self.loss_func, self.converter(batch, self.device))
         self.optimizer.step()
 

@@ -129,7 +129,7 @@ class Trainer(ExtensionsManager):
     # ---- training ----
 
     def needs_model_state(self, iteration: int | None = None) -> bool:
-        """Always: extensions that save a trainer need not say that they use its models."""
+        """Return True: extensions that save a trainer need not declare that they use its models."""
         return True
 
     def run(self) -> None:
@@ -241,7 +241,7 @@ class Trainer(ExtensionsManager):
         return [note for part in parts for note in warnings_of(part)]
 
     def batch_settings(self) -> BatchSettings | None:
-        """What a checkpoint records of the batch: the updater's, or that of another object."""
+        """The global batch that a checkpoint records: the first that a saved object knows."""
         known = (batch_settings_of(part) for part in self._state_objects.values())
         return next((settings for settings in known if settings is not None), None)
 
@@ -276,11 +276,11 @@ class Updater(Protocol):
     """Does the iterations of training. Called by `Trainer` in the same way on every rank."""
 
     model: nn.Module
-    """Its reports are ``main/...``; it is saved."""
+    """The model, which the trainer saves; its reports are observed as ``main/...``."""
 
     @property
     def optimizer(self) -> Optimizer | dict[str, Optimizer]:
-        """The one that is saved, or several by name."""
+        """The optimizer, or several by name, which the trainer saves."""
 
     @property
     def iteration(self) -> int:
@@ -340,19 +340,19 @@ class _EpochLength:
 
 @dataclass(frozen=True)
 class _Epochs:
-    """A number of epochs in iterations."""
+    """A number of epochs, in place of a number of iterations in the arithmetic of triggers."""
 
     length: _EpochLength
     epochs: float
 
     def __rmod__(self, iteration: int) -> int:
-        """0 where the last iteration has passed a multiple."""
+        """0 if the last iteration has passed a multiple of the epochs, else 1."""
         ends = (self.length.before, self.length.now)
         before, now = (math.floor(end / self.epochs + _ROUNDING) for end in ends)
         return int(before == now)
 
     def __int__(self) -> int:
-        """The iteration, where it has passed this point; -1 elsewhere."""
+        """The last iteration if it has passed this point, else -1."""
         ends = self.length
         is_passed = ends.before + _ROUNDING < self.epochs <= ends.now + _ROUNDING
         return ends.iteration if is_passed else -1

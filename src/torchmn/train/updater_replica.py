@@ -1,4 +1,4 @@
-"""What every rank of a MultiprocessParallelUpdater does in an iteration; the workers' loop."""
+"""The iteration of a MultiprocessParallelUpdater on each rank, and the loop of its workers."""
 
 import pickle
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ _NO_LIMIT_S = 30 * 24 * 3600.0
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """What a rank needs to know to begin."""
+    """The settings with which a rank starts; sent to workers."""
 
     rank: int
     size: int
@@ -42,7 +42,7 @@ class Order:
 
 
 class Replica:
-    """What all ranks do in an iteration. Every method is *collective*, and so is making one."""
+    """One rank of the updater. The constructor and all methods are *collective*."""
 
     def __init__(
         self,
@@ -103,6 +103,7 @@ class Replica:
         has_gradient = bytes(parameter.grad is not None for parameter in self._parameters)
         gathered = self._comm.allgather_obj((weight, own.sums(), has_gradient))
         share = weight / (sum(weight for weight, _, _ in gathered) or 1.0)
+        # The exchange divides by the number of ranks: with this factor the mean is over samples.
         for parameter in self._parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(share * self._order.size)
@@ -129,7 +130,7 @@ class Replica:
                     parameter.copy_(part.view_as(parameter))
 
     def work(self) -> None:
-        """Follow main's commands until it ends; of the workers."""
+        """Follow the commands of main until it ends. Called by workers."""
         while (command := self.control.bcast_obj(None, MAIN)) != "end":
             if command == "update":
                 self.update(None)
@@ -149,7 +150,7 @@ class Replica:
 
 
 def run_worker(order: Order) -> None:
-    """Be one of the workers until main ends them."""
+    """Run as a worker until main ends it; called in the process of the worker."""
     if order.device.type == "cuda":
         torch.cuda.set_device(order.device)  # before any tensor: no context is made elsewhere
     torch.manual_seed(order.seed)

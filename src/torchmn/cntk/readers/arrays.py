@@ -49,7 +49,7 @@ class ArrayChunk:
         self._num_sequences = next(iter(counts.values()))
 
     def stream_infos(self) -> list[StreamInformation]:
-        """The streams as they are."""
+        """The streams, described from their arrays."""
         return [
             StreamInformation(
                 name,
@@ -62,7 +62,7 @@ class ArrayChunk:
         ]
 
     def info(self, counted: str | None = None) -> ChunkInfo:
-        """What there is, in samples of one stream, or of the longest one of each sequence."""
+        """The chunk's numbers, in samples of one stream, or of each sequence's longest one."""
         columns = [self._columns[counted]] if counted else list(self._columns.values())
         if all(lengths is None for _, lengths in columns):
             return ChunkInfo(num_sequences=self._num_sequences, num_samples=self._num_sequences)

@@ -54,7 +54,7 @@ def gather(
 
 
 def empty(stream: StreamInformation) -> StreamData:
-    """No sequence of a stream: a tensor of 0 rows."""
+    """A stream's data for no sequence: a tensor of 0 rows."""
     dtype = torch.from_numpy(np.zeros(0, stream.dtype)).dtype
     if stream.is_sparse:
         nothing = torch.zeros(0, dtype=torch.int64, device="cpu")

@@ -153,7 +153,7 @@ class CTFChunk:
         return parse(parts, self.of._columns, self.may_have_ids, self.of._fill)
 
     def error(self, kind: int, at: int, number: int) -> DataError:
-        """What is wrong at a byte of the text; see `torchmn.cntk.readers.ctf_parse.describe`."""
+        """Make the error at a byte of the text; see `torchmn.cntk.readers.ctf_parse.describe`."""
         before = self.text[:at].tobytes()
         line = self.place.line + before.count(b"\n")
         column = at - (before.rfind(b"\n") + 1) + 1

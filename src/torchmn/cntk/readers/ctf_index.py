@@ -26,7 +26,7 @@ Version = tuple[int, ...]
 
 @dataclass(frozen=True)
 class ChunkPlace:
-    """Where a chunk is in the file, and its first line, from 1.
+    """The place of a chunk in the file, and its first line, counted from 1.
 
     ``sequences`` is None where the index would become too large; ``has_one`` says by stream whether
     each sequence has one sample.
@@ -42,7 +42,7 @@ class ChunkPlace:
 
 @dataclass(frozen=True)
 class Index:
-    """``version`` of the file is None if it may change without being noticed."""
+    """The chunks of a file. ``version`` is None if the file may change without being noticed."""
 
     path: str
     columns: Columns
@@ -113,7 +113,7 @@ def make_index(path: str, columns: Columns, chunk_bytes: int, skip_ids: bool) ->
                 has_one = (table.counts[:num] == 1).all(axis=0)
                 chunks.append(ChunkPlace(offset, end, line, info, kept, has_one))
             offset, line, nbytes = offset + end, line + num_lines, chunk_bytes
-        if _version(file) != version:
+        if _version(file) != version:  # written to meanwhile: chunks are then scanned at each read
             version = None
     if not chunks:
         fields = ", ".join(f"|{name}" for name in columns.fields)
@@ -124,7 +124,7 @@ def make_index(path: str, columns: Columns, chunk_bytes: int, skip_ids: bool) ->
 def _info_of(
     table: Table, num: int, with_ids: bool, path: str, columns: Columns, line: int
 ) -> ChunkInfo:
-    """The first ``num`` sequences of a table that begins at a line."""
+    """Describe the first ``num`` sequences of a table, which begins at ``line`` of the file."""
     counts = table.counts[:num]
     for stream, limit in enumerate(columns.max_lengths):
         longer = np.flatnonzero(counts[:, stream] > limit)
@@ -149,7 +149,7 @@ def _info_of(
 
 
 def _version(file: BinaryIO) -> Version | None:
-    """What differs after the file was changed; None if it was changed just now.
+    """A stamp that differs after the file has changed; None if it has changed just now.
 
     Two changes within a tick of the file system's clock have the same time.
     """
@@ -167,7 +167,7 @@ def _begin_of_text(file: BinaryIO, path: str) -> int:
 
 
 def _end_of_lines(text: Array) -> int:
-    """Where the last whole line ends; 0 if there is none."""
+    """The offset at which the last whole line ends; 0 if there is none."""
     end, window = len(text), 64 * KiB
     while end > 0:
         begin = max(end - window, 0)
@@ -179,13 +179,13 @@ def _end_of_lines(text: Array) -> int:
 
 
 def _pages(nbytes: int) -> Array:
-    """Memory that goes back to the system when it is dropped, as that of malloc may not."""
+    """Allocate memory that is returned to the system when freed; that of malloc may not be."""
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return np.frombuffer(pages, np.uint8)
 
 
 def _read(file: BinaryIO, path: str, offset: int, into: Array) -> Array:
-    """The bytes from an offset; fewer than there is room for at the end of the file."""
+    """Read bytes from an offset on, to fill ``into``; fewer at the end of the file."""
     view, filled = memoryview(into.data), 0
     try:
         file.seek(offset)

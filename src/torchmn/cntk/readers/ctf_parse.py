@@ -41,9 +41,9 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Columns:
-    """The streams of a file. ``defining`` is the number of that which defines the minibatch size.
+    """The streams of a file. ``fields`` are their names in the file.
 
-    ``fields`` are the names in the file.
+    ``defining`` is the number of the stream that defines the minibatch size, or None.
     """
 
     infos: tuple[StreamInformation, ...]
@@ -141,7 +141,7 @@ _MAX_QUOTED = 40
 
 
 def describe(kind: int, text: bytes, number: int, fields: Sequence[str]) -> str:
-    """What is wrong. ``text`` begins with the token; ``number`` is what the parser adds."""
+    """Describe an error. ``text`` begins with the token; ``number`` is what the parser adds."""
     token = quoted(text)
     return {
         NOT_A_SAMPLE: f"expected '|' and the name of an input, found {token}",
@@ -188,9 +188,9 @@ def kernels() -> ModuleType:
 
 @dataclass(frozen=True)
 class Sequences:
-    """Where the sequences of a chunk begin in its text, and the last one ends; their samples.
+    """The sequences of a chunk: ``begins`` are their offsets in its text and the end of the last.
 
-    ``counts`` are the samples by stream; None where each sequence has one of each.
+    ``counts`` are their numbers of samples by stream; None if each sequence has one of each.
     """
 
     begins: Array
@@ -198,15 +198,15 @@ class Sequences:
 
     @property
     def nbytes(self) -> int:
-        """Of the memory that it takes."""
+        """The size of both arrays in memory."""
         return self.begins.nbytes + (0 if self.counts is None else self.counts.nbytes)
 
 
 @dataclass(frozen=True)
 class Table:
-    """The sequences of a text: where they begin, and the last one ends; lines from 0, ids, samples.
+    """The sequences of a text: ``begins`` are their offsets and the end of the last one.
 
-    ``counts`` has the samples by stream.
+    ``lines`` count from 0; ``counts`` are numbers of samples by stream.
     """
 
     begins: Array
@@ -221,7 +221,7 @@ class Table:
         return len(self.lines)
 
     def first(self, num: int) -> Sequences:
-        """The first sequences, without what only the index needs."""
+        """The first sequences, without the lines and ids, which only the index needs."""
         counts = self.counts[:num]
         has_one = bool((counts == 1).all())
         return Sequences(self.begins[: num + 1].copy(), None if has_one else counts.copy())
@@ -235,7 +235,7 @@ def scan(text: Array, columns: Columns, with_ids: bool) -> Table:
         ids = np.empty(room, np.uint64)
         counts = np.empty((room, len(columns.inputs.dims)), np.int64)
         num, num_lines = kernels().scan(text, columns.inputs, with_ids, begins, lines, ids, counts)
-        if num >= 0:
+        if num >= 0:  # negative: the arrays were too small
             break
         room *= 4
     begins = np.append(begins[:num], len(text))
@@ -318,7 +318,7 @@ def _lengths(parts: Sequence[ChunkPart], num: int, num_streams: int) -> Array | 
 
 
 def _rows(lengths: Array | None, num: int, num_streams: int) -> tuple[Array, list[int]]:
-    """By stream, the first row of each sequence and the number of rows."""
+    """The first row of each sequence and the number of rows, both by stream."""
     if lengths is None:
         first_rows = np.repeat(np.arange(num), num_streams).reshape(num, num_streams)
         return first_rows, [num] * num_streams

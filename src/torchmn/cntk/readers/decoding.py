@@ -27,7 +27,7 @@ _ORIENTATION = 0x0112
 
 
 class ImageMemory:
-    """Memory for images that are decoded one after another. Not for several threads.
+    """Reusable memory for images that one thread decodes one after another.
 
     New pages from the kernel take up to a third of the time of decoding.
     """
@@ -117,7 +117,7 @@ def _decode_by_pillow(content: bytes, channels: int, reduction: Reduction) -> Im
 
 @contextmanager
 def _opened(content: bytes) -> Iterator[Any]:
-    """Pillow's image. Raises DataError for whatever is raised while it is read."""
+    """Open an image with Pillow. Raises DataError for any exception while it is read."""
     module = pillow()
     try:
         with module.open(io.BytesIO(content)) as image:
@@ -135,7 +135,7 @@ def _raise_if_huge(width: int, height: int) -> None:
 
 
 def _orientation(content: bytes) -> int:
-    """EXIF's, from 1 to 8; 1 for a file without."""
+    """The EXIF orientation, from 1 to 8; 1 for a file without one."""
     if content.startswith(_JPEG) and _EXIF not in content[: 128 * KiB]:  # after other segments
         return 1
     try:
@@ -147,7 +147,7 @@ def _orientation(content: bytes) -> int:
 
 
 def _turned(image: Image, orientation: int) -> Image:
-    """The image as its EXIF orientation says."""
+    """Turn and mirror an image according to its EXIF orientation."""
     if orientation in (2, 4, 5, 7):
         image = image[:, ::-1]
     turns = {3: 2, 4: 2, 5: 1, 6: 3, 7: 3, 8: 1}.get(orientation, 0)

@@ -1,4 +1,4 @@
-"""Deserializers read a data set in chunks, with streams: what a minibatch source asks of them."""
+"""The interface of deserializers, which read a data set with its streams in chunks."""
 
 import functools
 import math
@@ -46,7 +46,7 @@ class Record(Mapping[str, Value], Generic[Value]):
 
 @dataclass(frozen=True)
 class StreamDef:
-    """What to read as one stream. CNTK's arguments, in CNTK's order.
+    """The definition of one stream. The arguments are CNTK's, in CNTK's order.
 
     Args:
         field: the name of the input in the file; None for the stream's own name.
@@ -198,15 +198,15 @@ Seed = tuple[int, int]  # the seed of the source and the sweep
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkInfo:
-    """What is known of a chunk without reading it.
+    """Numbers of a chunk that are known without reading it.
 
     Args:
-        num_sequences: its sequences.
-        num_samples: its samples, as the minibatch size counts them: those of the stream that
+        num_sequences: number of sequences.
+        num_samples: number of samples, as the minibatch size counts them: those of the stream that
             defines the minibatch size, or of the longest stream of each sequence.
-        lengths: samples of each sequence, counted in the same way, ``(num_sequences,)``; None
-            where each has one.
-        keys: of the sequences, by which several deserializers are joined; None: by position.
+        lengths: samples of each sequence, counted in the same way, ``(num_sequences,)``; None if
+            each has one.
+        keys: keys of the sequences, by which several deserializers are joined; None: by position.
 
     Example:
         >>> ChunkInfo(num_sequences=2, num_samples=5, lengths=np.array([2, 3])).num_samples
@@ -270,20 +270,20 @@ class Deserializer(Protocol):
         """The number of chunks."""
 
     def chunk_infos(self) -> Sequence[ChunkInfo]:
-        """What is known of each chunk; fast, from an index."""
+        """The `ChunkInfo` of each chunk; fast, from an index."""
 
     def get_chunk(self, chunk_id: int) -> Chunk:
         """Read a chunk. Called by a thread that reads ahead, several times over the sweeps."""
 
 
 def has_one_sample(deserializer: Deserializer) -> dict[str, bool]:
-    """Of the streams of which the deserializer says it."""
+    """The result of a deserializer's ``has_one_sample``; empty if it has no such method."""
     known = getattr(deserializer, "has_one_sample", None)
     return {} if known is None else dict(known())
 
 
 class InfosOnDemand(Sequence[ChunkInfo]):
-    """What is known of each chunk is found when it is asked for, not for all at once."""
+    """A sequence of `ChunkInfo` in which each is made when it is asked for."""
 
     def __init__(self, num_chunks: Callable[[], int], info: Callable[[int], ChunkInfo]) -> None:
         self._num_chunks = num_chunks
@@ -294,7 +294,7 @@ class InfosOnDemand(Sequence[ChunkInfo]):
 
     def __getitem__(self, chunk_id: Any) -> Any:
         if not 0 <= chunk_id < len(self):
-            raise IndexError(chunk_id)  # which ends an iteration, too
+            raise IndexError(chunk_id)  # also ends an iteration: a Sequence iterates by index
         return self._info(chunk_id)
 
 

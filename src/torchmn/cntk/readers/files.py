@@ -9,9 +9,9 @@ from torchmn.base.errors import DataError
 
 
 def open_file(path: str, max_bytes: int | None = None, buffering: int = -1) -> BinaryIO:
-    """Open an ordinary file. Pipes and devices, whose reading may never end, are refused.
+    """Open a regular file, but no pipe or device, from which reading may never end.
 
-    Raises DataError: there is no such file, it is none, it is too large, or it cannot be opened.
+    Raises DataError: there is no such file, it is not regular, too large, or cannot be opened.
     """
     try:
         status = os.stat(path)
@@ -27,7 +27,7 @@ def open_file(path: str, max_bytes: int | None = None, buffering: int = -1) -> B
 
 
 class ProcessLock:
-    """A lock for the threads of each process by itself.
+    """A lock for threads that is separate in each process.
 
     A thread that holds a `threading.Lock` while another one forks, as a DataLoader does, leaves it
     locked in the new process for ever. This one is a new lock there, and in copies by pickle.

@@ -51,7 +51,7 @@ _MAX_LABELS = 2**31 - 1
 
 
 class _Images:
-    """What both deserializers of images have: a text file with a line for each image."""
+    """Base class of the deserializers of images, of a text file with a line for each image."""
 
     is_parallel = True
     _lines: _Lines
@@ -70,7 +70,7 @@ class _Images:
         return -(-len(self._lines) // IMAGES_PER_CHUNK)
 
     def chunk_infos(self) -> Sequence[ChunkInfo]:
-        """The images of each chunk."""
+        """See `Deserializer`."""
         starts = range(0, len(self._lines), IMAGES_PER_CHUNK)
         sizes = [min(IMAGES_PER_CHUNK, len(self._lines) - start) for start in starts]
         return [self._decoder.chunk_info(size) for size in sizes]
@@ -258,7 +258,7 @@ class _Decoder:
         if len({scale.channels for scale in scales}) > 1:
             raise UsageError(f"The transforms of {name!r} scale to several numbers of channels.")
         crops = [t for t in self._transforms if isinstance(t, Crop)]
-        own = (Crop, Scale, Mean, Color)  # others may keep what they are given
+        own = (Crop, Scale, Mean, Color)  # a user's transform may keep the image that it is given
         self.may_reuse_memory = all(isinstance(t, own) for t in self._transforms)
         self.num_views = NUM_VIEWS if any(c.crop_type == "multiview10" for c in crops) else 1
         self.shape = self._shape(streams[name], first)
@@ -351,12 +351,12 @@ class _Lines:
     """The images and labels of a file of lines, in compact arrays.
 
     Args:
-        path: of the file.
-        num_classes: that labels are of; None: they are not read.
-        form: of a line, for errors.
-        max_bytes: of a line.
+        path: the file.
+        num_classes: number of classes of labels; None: labels are not read.
+        form: the form of a line, for errors.
+        max_bytes: the most bytes of a line.
         image: the column of the image from the end, -1 or -2; that of the label is the other one.
-        keeps: keep what stands for images in memory, as paths; else it is read again.
+        keeps: keep the images' columns in memory, as for paths; else they are read again.
     """
 
     def __init__(
@@ -371,7 +371,7 @@ class _Lines:
     ) -> None:
         self.path = path
         self._kept = bytearray() if keeps else None
-        # By line: where the image's column is, its size, its line and column, the label.
+        # Five numbers per line: offset and size of the image's column, line, column, label.
         self._table = array("q")
         begin = line = 0
         with open_file(path) as file:
@@ -406,7 +406,7 @@ class _Lines:
         return len(self._table) // 5
 
     def image(self, number: int) -> tuple[bytes, int, str, int]:
-        """What stands for an image, its label, its place without the column, and its column."""
+        """Return the image's column, its label, its line as text, and the number of the column."""
         where, nbytes, line, column, label = self._table[5 * number : 5 * number + 5]
         place = f"{self.path}, line {line}"
         if self._kept is not None:
@@ -422,13 +422,13 @@ class _Lines:
 
 
 def _version(file: BinaryIO) -> tuple[int, int, int]:
-    """What differs after the file was changed."""
+    """A stamp that differs after the file has changed."""
     status = os.fstat(file.fileno())
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 class _Archives:
-    """Open zip files, by process: a child of this one must not share their positions."""
+    """Open zip files of each process: a forked child would share the positions of its parent's."""
 
     def __init__(self) -> None:
         self._lock = ProcessLock()
@@ -442,6 +442,7 @@ class _Archives:
                     open_file(path).close()  # raises if it is no ordinary file
                     self._open[key] = zipfile.ZipFile(path)
                 archive = self._open[key]
+            # Without the lock: a ZipFile has its own, and threads decompress side by side.
             size = archive.getinfo(member).file_size
             if size > MAX_IMAGE_BYTES:
                 raise DataError(f"{path}: {member} has {size} bytes, more than {MAX_IMAGE_BYTES}.")

@@ -130,7 +130,7 @@ class _Held:
 
 
 class _Other:
-    """Where the sequences of the first deserializer are in another one."""
+    """Another deserializer, and where it has the sequences of the first one."""
 
     def __init__(self, deserializer: Deserializer, infos: list[ChunkInfo], order: Indices) -> None:
         self._deserializer = deserializer
@@ -141,13 +141,14 @@ class _Other:
         self._held: weakref.WeakValueDictionary[int, _Held] = weakref.WeakValueDictionary()
 
     def part(self, begin: int, end: int) -> _Part:
-        """What belongs to the sequences from ``begin`` to ``end`` of the first deserializer."""
+        """The sequences that belong to those from ``begin`` to ``end`` of the first one."""
         numbers = self._order[begin:end]
         chunks = np.searchsorted(self._starts, numbers, side="right") - 1
         held = {int(c): self._hold(int(c)) for c in np.unique(chunks)}
         return _Part(self._streams, chunks, numbers - self._starts[chunks], held)
 
     def _hold(self, chunk_id: int) -> _Held:
+        # Read under the lock: a chunk that several threads need is read once.
         with self._lock:
             held = self._held.get(chunk_id)
             if held is None:
@@ -155,6 +156,7 @@ class _Other:
             return held
 
     def __getstate__(self) -> dict[str, object]:
+        # Weak references cannot be pickled, and a worker process reads its chunks itself.
         return {name: value for name, value in vars(self).items() if name != "_held"}
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -203,7 +205,7 @@ def _keys(infos: list[ChunkInfo]) -> list[Hashable] | None:
 def _match(
     wanted: Sequence[Hashable], keys: Sequence[Hashable], first: Deserializer, other: Deserializer
 ) -> Indices:
-    """For each key, where it is in another deserializer."""
+    """For each key, the number of its sequence in the other deserializer. Raises DataError."""
     for each, own in ((first, wanted), (other, keys)):
         places = {key: number for number, key in enumerate(own)}
         if len(places) < len(own):

@@ -84,7 +84,7 @@ class MinibatchData:
         return array
 
     def to(self, device: torch.device | str | None) -> MinibatchData:
-        """The same on a device; ``lengths`` and ``is_first`` stay on the CPU."""
+        """Move the samples to a device; ``lengths`` and ``is_first`` stay on the CPU."""
         if device is None or self.data.device == torch.device(device):
             return self
         return replace(self, data=self.data.to(device, non_blocking=True))

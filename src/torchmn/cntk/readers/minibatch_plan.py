@@ -1,4 +1,4 @@
-"""Which sequences each minibatch of a source has, and where a source is. Nothing is read here."""
+"""Which sequences each minibatch of a source has, and its position. Nothing is read here."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ PlannedMinibatch = GlobalMinibatch | TruncatedMinibatch
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a source is: its next sequence, and the samples of all partitions so far."""
+    """The position of a source: its next sequence, and the samples of all partitions so far."""
 
     position: Position | RowPosition
     num_samples: int = 0
 
     def after(self, minibatch: PlannedMinibatch) -> Progress:
-        """Where it is after the next minibatch."""
+        """The progress after the next minibatch."""
         return Progress(minibatch.next_position, self.num_samples + minibatch.num_samples)
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a call asks for: samples over all partitions, and the part of one partition."""
+    """The arguments of a call: samples over all partitions, and which partition to return."""
 
     minibatch_size: int
     num_partitions: int
@@ -45,7 +45,7 @@ class Request:
 
     @classmethod
     def checked(cls, size: int, num_partitions: int | None, partition: int | None) -> Request:
-        """Made of the arguments of a call. Raises UsageError: one is out of range."""
+        """Make a request from the arguments of a call. Raises UsageError: one is out of range."""
         num_partitions = 1 if num_partitions is None else num_partitions
         partition = 0 if partition is None else partition
         if size < 1:
@@ -66,7 +66,7 @@ class MinibatchPlan:
     """The minibatches of a source, the same for any number of partitions. Local.
 
     Args:
-        infos: of the chunks; only those of blocks that are reached are read.
+        infos: infos of the chunks; only those of blocks that are reached are read.
         max_samples: as of `MinibatchSource`, as are the others.
         max_sweeps: ends it.
         window_in_chunks: chunks in memory.
@@ -124,7 +124,7 @@ class MinibatchPlan:
     # ---- minibatches
 
     def start(self, sweep: int = 0) -> Progress:
-        """The first sequence of a sweep."""
+        """The progress at the first sequence of a sweep."""
         num_samples = 0
         if sweep and self._max_samples != INFINITELY_REPEAT:
             num_samples = sweep * sum(info.num_samples for info in self._infos)
@@ -143,7 +143,7 @@ class MinibatchPlan:
         return found
 
     def fraction(self, progress: Progress) -> float:
-        """Sweeps done, with the part of the current one, as its blocks of chunks are done."""
+        """Sweeps done, with the fraction of the current one, counted in blocks of chunks."""
         return self._sequences.fraction(self._order.reading_at(progress.position))
 
     # ---- the window
@@ -158,7 +158,7 @@ class MinibatchPlan:
         return self._sequences.chunk_ids(self._order.reading_at(progress.position))
 
     def next_chunk_ids(self, progress: Progress) -> tuple[int, ...]:
-        """As large a part of the chunks of the next block as is done of this block's sequences."""
+        """The chunks of the next block to read by now: the fraction that is done of this block."""
         position = self._order.reading_at(progress.position)
         following = self._sequences.next_block(position)
         if following.sweep == self._max_sweeps:

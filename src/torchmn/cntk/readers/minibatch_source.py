@@ -160,7 +160,7 @@ class MinibatchSource:
 
     @property
     def is_infinite(self) -> bool:
-        """Whether neither ``max_samples`` nor ``max_sweeps`` ends it."""
+        """Whether neither ``max_samples`` nor ``max_sweeps`` ends the source."""
         return self._plan.is_infinite
 
     # ---- minibatches
@@ -209,7 +209,7 @@ class MinibatchSource:
             streams = as_in_other_parts(first.streams.result(), self._has_one_sample)
             found = {key: streams[stream.name].to(device) for key, stream in wanted.items()}
         except BaseException:
-            self._ahead.forget()
+            self._ahead.forget()  # so that the next call reads this minibatch again
             raise
         self._ahead.begin_another(self._progress, request)
         self.global_num_samples = first.minibatch.num_samples
@@ -222,7 +222,7 @@ class MinibatchSource:
     ) -> Iterator[dict[str, MinibatchData]]:
         """This partition's parts of the minibatches to the end of the sweep, by stream name.
 
-        None goes over the end.
+        No minibatch crosses the end of the sweep.
         """
         request = Request.checked(minibatch_size, num_data_partitions, partition_index)
         request = replace(request, crosses_sweeps=False)
@@ -234,12 +234,12 @@ class MinibatchSource:
 
     @property
     def sweep(self) -> int:
-        """Sweeps done."""
+        """Number of complete sweeps."""
         return self._progress.position.sweep
 
     @property
     def sweep_detail(self) -> float:
-        """Sweeps done, with the part of the current one, as its blocks of chunks are done."""
+        """Sweeps done, with the fraction of the current one, counted in blocks of chunks."""
         return self._plan.fraction(self._progress)
 
     @property
@@ -267,11 +267,11 @@ class MinibatchSource:
         return self._plan.state(self._progress)
 
     def state_dict(self) -> dict[str, Any]:
-        """`get_checkpoint_state`, by the name that a checkpointer calls."""
+        """`get_checkpoint_state` under the name that a checkpointer calls."""
         return self.get_checkpoint_state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """`restore_from_checkpoint`, by the name that a checkpointer calls."""
+        """`restore_from_checkpoint` under the name that a checkpointer calls."""
         self.restore_from_checkpoint(state)
 
     def restore_from_checkpoint(self, state: Mapping[str, Any]) -> None:
@@ -438,6 +438,7 @@ class _FrameChunk:
 
     def sequences(self, indices: Indices, seed: Seed) -> dict[str, StreamData]:
         """See `Chunk`."""
+        # One thread decodes the whole chunk, and those that need frames of it wait here.
         with self._lock:
             if self._decoded is None or self._decoded[0] != seed:
                 self._decoded = (seed, self._decode(seed))

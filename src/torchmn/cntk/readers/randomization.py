@@ -40,7 +40,7 @@ class Position:
     sequence: int = 0
 
     def state(self) -> dict[str, int]:
-        """Its numbers."""
+        """The position as numbers, for a checkpoint."""
         return {"sweep": self.sweep, "block": self.block, "sequence": self.sequence}
 
     @classmethod
@@ -84,7 +84,7 @@ class Sequences:
 
     @property
     def lengths(self) -> Indices:
-        """The samples of each one."""
+        """The number of samples of each sequence."""
         if self.block.lengths is None:
             return np.ones(self.end - self.begin, np.int64)
         return self.block.lengths[self.begin : self.end]
@@ -165,7 +165,7 @@ class SequenceOrder:
     """All sequences of all sweeps in order. Local, and the same on all ranks.
 
     Args:
-        infos: of the chunks; only those of blocks that are reached are read.
+        infos: infos of the chunks; only those of blocks that are reached are read.
         seed: of the shuffling; None keeps the order of the data.
         window_in_chunks: chunks in memory.
         window_in_samples: the same in samples; used if ``window_in_chunks`` is 0.
@@ -188,7 +188,7 @@ class SequenceOrder:
         self._sweeps: dict[int, list[tuple[int, ...]]] = {}
 
     def start(self, sweep: int = 0) -> Position:
-        """Where a sweep begins."""
+        """The position at which a sweep begins."""
         return Position(sweep)
 
     def reading_at(self, position: Position) -> Position:
@@ -211,7 +211,7 @@ class SequenceOrder:
             )
 
     def num_blocks(self, sweep: int) -> int:
-        """Blocks of a sweep."""
+        """The number of blocks of a sweep."""
         return len(self._chunks_of_blocks(sweep))
 
     def chunk_ids(self, position: Position) -> tuple[int, ...]:
@@ -228,7 +228,7 @@ class SequenceOrder:
         return self._blocks[key]
 
     def next_block(self, position: Position) -> Position:
-        """Where the block after the one at a position begins."""
+        """The beginning of the block after the one at a position."""
         if position.block + 1 < self.num_blocks(position.sweep):
             return Position(position.sweep, position.block + 1)
         return Position(position.sweep + 1)
@@ -296,7 +296,7 @@ class SequenceOrder:
     # ---- blocks
 
     def _num_sequences(self, position: Position) -> int:
-        """Sequences of the block at a position."""
+        """The number of sequences of the block at a position."""
         known = self._blocks.get((position.sweep, position.block))
         if known is not None:
             return len(known)
@@ -350,6 +350,7 @@ class SequenceOrder:
         indices = np.concatenate([np.arange(count, dtype=np.int64) for count in counts])
         lengths = sequence_lengths(infos)
         if self._seed is not None:
+            # Not 0: numpy takes (seed, sweep, 0) for (seed, sweep), the key of the order of chunks.
             order = keyed_permutation(len(chunks), self._seed, sweep, number + 1)
             chunks, indices = chunks[order], indices[order]
             lengths = None if lengths is None else lengths[order]

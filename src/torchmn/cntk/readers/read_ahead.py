@@ -38,7 +38,7 @@ class Threads:
         self._process: int | None = None
 
     def run(self, function: Callable[[], Result]) -> Future[Result]:
-        """Run a function soon."""
+        """Queue a function for the next idle thread, and return its future."""
         if self._process != os.getpid():
             self._start()
         future: Future[Result] = Future()
@@ -46,14 +46,14 @@ class Threads:
         return future
 
     def close(self) -> None:
-        """Drop what has not begun, and wait for what has."""
+        """Cancel functions that have not started; wait for the others, up to `EXIT_TIME_S`."""
         if self._close is not None and self._process == os.getpid():
             self._close()
         self._process = None
 
     def _start(self) -> None:
         if self._close is not None:
-            self._close.detach()  # those of the parent process
+            self._close.detach()  # a forked child must not wait for the threads of its parent
         tasks = self._tasks = queue.SimpleQueue()
         threads = [
             threading.Thread(target=_work, args=(tasks,), name=f"{self._name}-{i}", daemon=True)
@@ -61,6 +61,8 @@ class Threads:
         ]
         for thread in threads:
             thread.start()
+        # Runs at exit, where daemon threads would be stopped in mid-read, or when this object is
+        # collected: the threads hold no reference to it.
         self._close = weakref.finalize(self, _end, tasks, threads)
         self._process = os.getpid()
 
@@ -73,7 +75,7 @@ def _work(tasks: queue.SimpleQueue[tuple[Callable[[], object], Future[object]] |
                 future.set_result(function())
             except BaseException as error:  # delivered on the training thread
                 future.set_exception(error)
-        del task, function, future
+        del task, function, future  # while waiting, a thread must not keep its last result alive
 
 
 def _end(
@@ -108,6 +110,8 @@ class Chunks:
 
     def __call__(self, chunk_id: int) -> Chunk:
         """The chunk, read now if it is not here. Raises DataError: it cannot be read."""
+        # Without the lock, for most calls end here. The lock is not held while a chunk is read:
+        # one thread reads it, and those that need the same one wait for its future.
         here = self._here.get(chunk_id)
         if here is not None:
             return here
@@ -118,7 +122,7 @@ class Chunks:
         if is_reader:
             try:
                 chunk = self._read(chunk_id)
-                with self._lock:
+                with self._lock:  # `keep_only` may have dropped the chunk in the meantime
                     if self._futures.get(chunk_id) is future:
                         self._here[chunk_id] = chunk
                 future.set_result(chunk)
@@ -130,7 +134,7 @@ class Chunks:
         return future.result()
 
     def keep_only(self, chunk_ids: Iterable[int]) -> None:
-        """Drop all others."""
+        """Drop all chunks but these."""
         with self._lock:
             self._kept = frozenset(chunk_ids)
             for chunk_id in [c for c in self._futures if c not in self._kept]:
@@ -138,14 +142,14 @@ class Chunks:
                 self._here.pop(chunk_id, None)
 
     def read_ahead(self, chunk_id: int) -> None:
-        """Read a chunk, unless it is no longer one to keep. An error is left to who needs it."""
+        """Read a chunk, unless it is no longer one to keep. Errors are raised where it is used."""
         if chunk_id in self._kept:
             with suppress(Exception):
                 self(chunk_id)
 
 
 def named_error(error: BaseException, what: str) -> BaseException:
-    """The error for the training thread: torchmn's own say what was read, others get it added."""
+    """Add what could not be read to an error for the training thread; torchmn's errors name it."""
     if isinstance(error, TorchmnError) or not isinstance(error, Exception):
         return error
     named = DataError(f"{what} cannot be read: {type(error).__name__}: {error}")
@@ -155,7 +159,7 @@ def named_error(error: BaseException, what: str) -> BaseException:
 
 @dataclass(frozen=True, eq=False)
 class MinibatchInProgress:
-    """A minibatch that is being read, and where the source is after it."""
+    """A minibatch that is being read, and the progress of the source after it."""
 
     request: Request
     after: Progress
@@ -164,7 +168,7 @@ class MinibatchInProgress:
 
 
 class MinibatchesAhead:
-    """Reads the minibatches of a plan, and some more of what was asked for last. Local.
+    """Reads the minibatches of a plan, some of them before they are asked for. Local.
 
     In memory are the chunks of the blocks that these minibatches are from, and those of the next
     block as its turn comes near. A process that was forked begins with nothing read: threads do not
@@ -175,7 +179,7 @@ class MinibatchesAhead:
         deserializer: has their sequences.
         streams: of the deserializer.
         seed: of the source, for random transforms.
-        num_threads: that decode; 0: each minibatch is read when it is asked for.
+        num_threads: threads that decode; 0: each minibatch is read when it is asked for.
     """
 
     def __init__(
@@ -194,7 +198,7 @@ class MinibatchesAhead:
         self._begin_process()
 
     def first(self, progress: Progress, request: Request) -> MinibatchInProgress | None:
-        """The minibatch at ``progress``, and begin to read those after it; None at the end."""
+        """The minibatch at ``progress``, None at the end; start reading those after it."""
         self._notice_fork()
         if self._begun and self._begun[0].request != request:
             self.forget()
@@ -202,20 +206,20 @@ class MinibatchesAhead:
         return self._begun[0] if self._begun else None
 
     def begin_another(self, progress: Progress, request: Request) -> None:
-        """Begin to read one more, in place of the first one, which is there.
+        """Start reading one more, in place of the first one, which has been read.
 
-        What a later minibatch raises is left to the call that asks for it.
+        An error of a later minibatch is raised in the call that asks for it.
         """
         if self._num_ahead:
             with suppress(Exception):
                 self._begin(progress, request, at_least=self._num_ahead + 1)
 
     def drop_first(self) -> None:
-        """The first minibatch is done."""
+        """Forget the first minibatch, which has been delivered."""
         self._begun.popleft()
 
     def forget(self) -> None:
-        """Drop all minibatches, as the next one is another."""
+        """Drop all minibatches: the next call does not ask for them."""
         self._notice_fork()
         for each in self._begun:
             each.streams.cancel()
@@ -229,12 +233,12 @@ class MinibatchesAhead:
         self._chunks.keep_only(())
 
     def __reduce__(self) -> tuple[object, ...]:
-        """A copy has read nothing."""
+        """Copies and pickles start with nothing read."""
         made_of = self._plan, self._deserializer, self._streams, self._seed, self._num_threads
         return MinibatchesAhead, made_of
 
     def _begin(self, progress: Progress, request: Request, at_least: int) -> None:
-        """Begin to read minibatches until there are ``at_least`` some that were begun."""
+        """Start reading minibatches until ``at_least`` of them are in progress."""
         while len(self._begun) < at_least:
             before = self._begun[-1].after if self._begun else progress
             minibatch = self._plan.take(before, request)
@@ -269,7 +273,7 @@ class MinibatchesAhead:
             self._chunks_ahead.update(ahead)
 
     def _notice_fork(self) -> None:
-        """Leave what belongs to the threads of the process that this one was forked from."""
+        """Start anew in a forked process, which has none of its parent's threads."""
         if os.getpid() != self._process:
             self._begin_process()
 

@@ -70,13 +70,13 @@ class Draw:
 
 
 class ImageTransform(Protocol):
-    """What is done to an image. Own transforms have these two methods."""
+    """A transform of images. Transforms of your own have these two methods."""
 
     def apply(self, image: Image, draw: Draw) -> Image:
-        """The transformed image, an array or view of its own; ``image`` is not changed."""
+        """Return the transformed image, a new array or a view; ``image`` is not changed."""
 
     def output_shape(self, shape: Shape | None) -> Shape | None:
-        """Its shape for images of one shape; None if it depends on the image."""
+        """The shape of transformed images of one shape; None if it depends on the image."""
 
 
 # ---- crop
@@ -113,7 +113,7 @@ class Crop:
         return cut[:, ::-1] if region.is_mirrored else cut
 
     def region(self, rows: int, columns: int, draw: Draw) -> Region:
-        """What is cut out of an image of this size."""
+        """The region to cut out of an image of this size."""
         width, height = self._size(rows, columns, draw)
         right, down = columns - width, rows - height
         if self.crop_type == "center":
@@ -329,7 +329,7 @@ def _resized(image: Image, width: int, height: int, interpolation: Interpolation
 
 
 def contiguous(image: Image) -> Image:
-    """The same in rows one after another. Mirrored pixels are copied faster than NumPy does."""
+    """Make the rows of an image contiguous; mirrored ones are copied faster than by NumPy."""
     if image.strides[1] >= 0 or image.dtype != np.uint8:
         return np.ascontiguousarray(image)
     rows = torch.from_numpy(np.ascontiguousarray(image[:, ::-1]))
@@ -393,7 +393,7 @@ def mean(filename: str | os.PathLike[str], layout: MeanLayout = "hwc-bgr") -> Me
 
 
 def size_of(image: Image) -> str:
-    """In words."""
+    """Describe the size of an image, for messages."""
     rows, columns, channels = image.shape
     return f"{columns} x {rows} pixels with {channels} channels"
 

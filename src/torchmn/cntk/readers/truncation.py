@@ -46,7 +46,7 @@ class RowPosition:
         return min([self.following.sweep, *(row.at.sweep for row in self.rows if row)])
 
     def state(self) -> dict[str, Any]:
-        """Its numbers; a row without a sequence has none."""
+        """The position as numbers, for a checkpoint; a row without a sequence has none."""
         rows = [
             [row.at.sweep, row.at.block, row.at.sequence, row.done] if row else []
             for row in self.rows
@@ -137,13 +137,14 @@ class Decoded:
         chunk: Callable[[int], Chunk],
         seed: int,
     ) -> dict[str, torch.Tensor]:
-        """The samples of all streams of the sequence of a piece."""
+        """The samples of all streams of the whole sequence of a piece."""
         block, at = piece.block, piece.sequence
         key = (block.sweep, int(block.chunks[at]), int(block.indices[at]))
         with self._lock:
             if key in self._sequences:
                 self._sequences.move_to_end(key)
                 return self._sequences[key]
+        # Without the lock, so that threads decode side by side; two may decode the same sequence.
         chunks, indices = block.chunks[at : at + 1], block.indices[at : at + 1]
         found = gather(chunks, indices, streams, chunk, (seed, block.sweep))
         length = 1 if block.lengths is None else int(block.lengths[at])
@@ -175,7 +176,7 @@ class TruncatedOrder:
         self._decoded = Decoded()
 
     def start(self, sweep: int = 0) -> RowPosition:
-        """Where a sweep begins."""
+        """The position at which a sweep begins."""
         return RowPosition(Position(sweep))
 
     def reading_at(self, position: RowPosition) -> Position:

@@ -156,8 +156,8 @@ class UserSourceMinibatches:
 class UserChunks:
     """A `UserDeserializer` with the interface of a `Deserializer`. Local.
 
-    What a chunk has is recorded when it is read. Where that is asked for earlier, the chunk is read
-    and kept until it is taken.
+    The `ChunkInfo` of a chunk is made when the chunk is read. If it is asked for earlier, the chunk
+    is read and kept until `get_chunk` takes it.
     """
 
     def __init__(self, user: UserDeserializer) -> None:
@@ -181,11 +181,12 @@ class UserChunks:
 
     def get_chunk(self, chunk_id: int) -> Chunk:
         """See `Deserializer`."""
+        # A user's `get_chunk` need not be safe to call from several threads.
         with self._lock:
             return self._kept.pop(chunk_id, None) or self._read(chunk_id)
 
     def info(self, chunk_id: int) -> ChunkInfo:
-        """What a chunk has, which is read if it has not been before."""
+        """The `ChunkInfo` of a chunk, which is read if it has not been before."""
         with self._lock:
             if chunk_id not in self._infos:
                 self._kept[chunk_id] = self._read(chunk_id)

@@ -139,14 +139,14 @@ class DistributedLearner:
 
     learner: Optimizer
     name: str
-    """Of the function that has made it."""
+    """Name of the function that has made it."""
     options: Mapping[str, Any]
-    """What it was called with."""
+    """Arguments of that function."""
     schedule: Callable[[], Schedule]
     """Makes the schedule of an optimizer."""
     codec: str | None = None
     comm: Ranks | None = None
-    """None: all ranks of the job."""
+    """The ranks that exchange; None for all ranks of the job."""
 
     @property
     def total_number_of_samples_seen(self) -> int:

@@ -98,11 +98,11 @@ class Trainer:
         self.progress_writers = _as_list(progress_writers)
         self._scaler = grad_scaler
         self.total_number_of_samples_seen = 0
-        """Over all ranks."""
+        """Samples over all ranks so far."""
         self.num_minibatches = 0
-        """Those with samples on any rank."""
+        """Number of minibatches so far that had samples on any rank."""
         self.num_sweeps = 0
-        """Sweeps over the data that have ended."""
+        """Number of sweeps over the data that have ended."""
         self._last = MinibatchSums()
         parts = [part for part in (model, self._criterion[0]) if isinstance(part, nn.Module)]
         self._models = [part for part in parts if any(True for _ in part.parameters())]
@@ -153,6 +153,7 @@ class Trainer:
             optimizer.zero_grad()
         loss, own = self._evaluate(arguments, device)
         own.is_sweep_end = _is_sweep_end(arguments) if is_sweep_end is None else is_sweep_end
+        # Before backward, which hides the time of this sum.
         under_way = start_sum(own, self.communicator)
         shared = self._shared
         # Whether the next step is with this rank's own gradients.
@@ -193,7 +194,7 @@ class Trainer:
         return True
 
     def _step(self, optimizer: Optimizer, num_samples: int) -> bool:
-        """Returns whether the GradScaler took part."""
+        """Step one optimizer; return whether the GradScaler took part."""
         for learner in _learners(optimizer):
             learner.begin_minibatch(num_samples)
         parameters = (p for group in optimizer.param_groups for p in group["params"])
@@ -277,7 +278,7 @@ class Trainer:
     def _split(
         self, arguments: Mapping[str, Argument], device: torch.device | str | None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What goes to the model and what to loss and metric, on the device."""
+        """Divide arguments into those of the model and the others, all moved to the device."""
         inputs: dict[str, Any] = {}
         others: dict[str, Any] = {}
         where = device if device is not None else _device_of(self._models)
@@ -382,7 +383,7 @@ class Trainer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue counting as saved."""
+        """Restore the counters."""
         self.total_number_of_samples_seen = state["num_samples"]
         self.num_minibatches = state["num_minibatches"]
         self.num_sweeps = state["num_sweeps"]
@@ -418,7 +419,7 @@ class Trainer:
 
 
 class _Plain:
-    """Plain values in a checkpoint."""
+    """Saves and loads plain values with a checkpoint."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         self.values = values
@@ -432,7 +433,7 @@ class _Plain:
 
 
 def _learners(optimizer: Optimizer) -> list[Learner]:
-    """Those of this package among what steps."""
+    """The learners of this package that step with an optimizer."""
     inner = optimizer.inner if isinstance(optimizer, MultiNodeOptimizer) else optimizer
     each = inner.learners if isinstance(inner, LearnerSet) else [inner]
     return [learner for learner in each if isinstance(learner, Learner)]
@@ -453,7 +454,7 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _forward(model: nn.Module) -> Callable[..., Any]:
-    """Of what was compiled, where the model is."""
+    """The ``forward`` of a model, also of one that torch has compiled."""
     return cast("Callable[..., Any]", getattr(model, "_orig_mod", model).forward)
 
 
@@ -485,7 +486,7 @@ def _is_sweep_end(arguments: Mapping[str, Argument]) -> bool:
 
 
 def _prepared(value: Argument, device: torch.device | str | None) -> Tensor | MinibatchData:
-    """On the device; single samples as a tensor, arrays of float64 as float32."""
+    """Move an argument to the device: single samples as a tensor, float64 arrays as float32."""
     if isinstance(value, MinibatchData):
         return value.to(device).data if value.lengths is None else value.to(device)
     if isinstance(value, Tensor):
@@ -510,7 +511,7 @@ class MinibatchSums:
 
 
 def start_sum(own: MinibatchSums, comm: Communicator | None) -> Callable[[], MinibatchSums]:
-    """Start to add over ranks; the result waits for the sums of all. *Collective.*"""
+    """Start summing over ranks; return a function that waits for the sums. *Collective.*"""
     if comm is None or comm.size == 1:
         return lambda: own
     values = [own.loss, own.metric or 0.0, own.num_samples, own.is_sweep_end]
@@ -546,7 +547,7 @@ def mean_and_sum(
 ) -> tuple[Tensor, Tensor, int]:
     """The mean, the sum (without a graph) and the number of samples of a loss or metric.
 
-    ``count`` is the number of samples, and ``num_sequences`` of what they belong to.
+    ``count`` is the number of samples, and ``num_sequences`` that of their sequences.
     """
     if what == "metric" and isinstance(value, (int, float, np.ndarray, np.generic)):
         value = torch.as_tensor(value, device="cpu")

@@ -189,7 +189,7 @@ class TrainingSession:
         self.trainer.summarize_training_progress()
 
     def _cross_validate(self, index: int, device: torch.device | str | None) -> bool:
-        """Whether training continues, on all ranks."""
+        """Evaluate, and return whether all ranks continue training. *Collective.*"""
         config = self.cv_config
         assert config is not None  # noqa: S101
         result = Evaluation(0.0, 0, 0)
@@ -210,7 +210,7 @@ class TrainingSession:
         max_samples: int | None,
         device: torch.device | str | None,
     ) -> Evaluation:
-        """Exact sums over the samples of all ranks; sources are afterwards where they were."""
+        """Evaluate a source exactly over all ranks; sources keep their positions. *Collective.*"""
         assert config.minibatch_source is not None  # noqa: S101
         source = as_minibatch_source(config.minibatch_source)
         sizes = minibatch_size_schedule(config.minibatch_size)
@@ -243,7 +243,10 @@ class TrainingSession:
 
     @contextmanager
     def _equal_buffers(self) -> Iterator[None]:
-        """Running statistics are the mean over ranks, and afterwards each rank's own again."""
+        """Average running statistics over ranks for the body, then restore each rank's own.
+
+        *Collective.*
+        """
         if self.comm is None:
             yield
             return
@@ -341,7 +344,7 @@ def training_session(
 
 @contextmanager
 def _unmoved(*sources: MinibatchSource | UserSourceMinibatches) -> Iterator[None]:
-    """Sources are afterwards where they were."""
+    """Set sources back to their positions after the body."""
     positions = [(source, source.get_checkpoint_state()) for source in sources]
     try:
         yield

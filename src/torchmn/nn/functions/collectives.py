@@ -188,13 +188,15 @@ def _made(
     *,
     is_delegate: bool = False,
 ) -> tuple[Tensor, ...]:
-    """The results of a collective, with a node where any rank requires a gradient."""
+    """Run a collective, and record it in the graph if any rank requires a gradient."""
     around = checkpoints()
     exchange = Exchange(comm, name, cast(Backward, backward), needs_all_gradients=True)
     exchange.is_delegate = is_delegate
     tensors = [x for x in inputs if isinstance(x, Tensor)]
 
     def make() -> tuple[tuple[Tensor, ...], Any]:
+        # A reentrant checkpoint runs first without gradients, and records in its second run. What
+        # the ranks agree on is kept with the results, so that the second run asks no other rank.
         is_recorded = torch.is_grad_enabled() or around.is_reentrant_forward
         if is_recorded:
             own = any(around.records(x) for x in tensors)
@@ -213,14 +215,14 @@ def _made(
 
 
 def _parts(xs: Any) -> Sequence[Any]:
-    """The tensors for the ranks; what is no sequence of tensors is refused by the communicator."""
+    """The tensors for the ranks; the communicator rejects what is no sequence of tensors."""
     if isinstance(xs, Tensor):
         return xs.unbind() if xs.dim() else ()
     return xs if isinstance(xs, Sequence) else ()
 
 
 def _equal_shapes(comm: Communicator, xs: tuple[Tensor, ...]) -> Tensor:
-    """The tensors as one of shape (W, ...). Raises RankMismatchError: they differ in shape."""
+    """Stack tensors of W ranks to shape (W, ...). Raises RankMismatchError: shapes differ."""
     seen = {f"{x.dtype} {list(x.shape)} of rank {rank}" for rank, x in enumerate(xs)}
     if len({(x.dtype, x.shape) for x in xs}) > 1:
         raise RankMismatchError(
@@ -231,7 +233,7 @@ def _equal_shapes(comm: Communicator, xs: tuple[Tensor, ...]) -> Tensor:
 
 
 def _reduced(stacked: Tensor, op: str) -> Tensor:
-    """(W, ...) to (...), with gradients."""
+    """Reduce a tensor of shape (W, ...) over dim 0, differentiably."""
     if op == "product":
         return stacked.prod(0)
     return stacked.amax(0) if op == "max" else stacked.amin(0)

@@ -11,7 +11,8 @@ so what is left is that it reaches all of them:
 * Where what was received is used, but what was made of it and sent is not reached, its gradient
   would be incomplete: backward raises.
 
-What is not used there is released with the next exchange, so graphs without backward are not kept.
+A delegate that nothing can use any more is released with the next exchange, so that graphs without
+a backward pass are not kept alive.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ from torchmn.nn.functions.recomputation import (
 
 Gradients = Sequence[Tensor | None]
 Backward = Callable[[list[Tensor | None]], tuple[Gradients, Tensor | None]]
-"""From gradients of the results to those of the inputs, and a delegate of what it has sent."""
+"""Maps gradients of results to those of inputs, and to a delegate of what was sent for them."""
 
 _MAX_NAMED = 4
 _numbers = itertools.count()
 
 
 class Exchange:
-    """An exchange that backward answers. It holds neither tensors nor nodes of the graph."""
+    """A call that exchanges tensors; backward exchanges their gradients. Keeps no graph alive."""
 
     def __init__(
         self,
@@ -68,7 +69,7 @@ class Exchange:
         self._pass_id = -1
         self._may_run_again = True
         self.taken_by: tuple[weakref.ref[Exchange], str] | None = None
-        """Which exchange has its delegate as a hidden input."""
+        """The exchange that has its delegate as a hidden input, and the title of that exchange."""
         self.node_reference: weakref.ref[Any] | None = None
         self._results: list[Like] = []
 
@@ -80,14 +81,16 @@ class Exchange:
         *,
         is_in_program: bool = True,
     ) -> tuple[Tensor, ...]:
-        """The results with a node in the graph, from which backward reaches inputs and delegate.
+        """Record the exchange in the graph; return the results with its node.
 
-        ``is_in_program=False``: it neither takes nor keeps delegates.
+        Backward goes from there to the inputs and the delegate. ``is_in_program=False``: the
+        exchange neither takes nor keeps delegates of other calls.
         """
         order = order_of(self.comm)
         hidden = [] if delegate is None or not delegate.requires_grad else [delegate]
         if is_in_program and not self.is_delegate:
             hidden += order.take_pending(self)
+        # autograd makes a node only if an input requires a gradient, and `recv` may have no input.
         anchor = torch.empty(0, requires_grad=True, device="cpu")
         self._results = [Like(result) for result in results]
         found = _Node.apply(self, list(results), len(inputs), anchor, *inputs, *hidden)  # type: ignore[no-untyped-call]
@@ -95,13 +98,14 @@ class Exchange:
         if is_in_program:
             if self.is_delegate:
                 order.add(self, recorded[0])
+            # Backward may pass through the input without reaching the node: see the module.
             if len(inputs) == 1 and inputs[0].grad_fn is not None:
                 inputs[0].register_hook(self._add_gradient)
         return recorded
 
     @contextmanager
     def named(self, doing: str = "", other_rank: Callable[[], str] = str) -> Iterator[None]:
-        """Add to errors of communication what was called, where, on this and the other rank."""
+        """Add the call, its line and, if known, the other rank's call to communication errors."""
         try:
             yield
         except CommunicationError as error:
@@ -109,9 +113,10 @@ class Exchange:
             raise type(error)(f"{error} {doing}{self.title}.{rest}") from error
 
     def run(self, grads: Gradients) -> tuple[Gradients, Tensor | None]:
-        """Run its backward, in a backward pass."""
+        """Exchange the gradients, in a backward pass."""
         pass_id = current_graph_task_id()
         order = order_of(self.comm)
+        # Errors are found before anything is sent, so that no rank gets half of an exchange.
         self._raise_if_repeated(pass_id)
         order.raise_if_incomplete(self, pass_id)
         order.has_run_backward = True
@@ -131,7 +136,7 @@ class Exchange:
         ]
 
     def has_run_in(self, pass_id: int) -> bool:
-        """Whether its backward has run in this pass."""
+        """Whether its gradients were exchanged in this backward pass."""
         return self._pass_id == pass_id
 
     def follows(self, other: Exchange) -> bool:
@@ -144,7 +149,11 @@ class Exchange:
         return None if self.node_reference is None else self.node_reference()
 
     def _raise_if_repeated(self, pass_id: int) -> None:
-        """Raise UsageError if a pass has run it that did not keep the graph, or by itself now."""
+        """Raise UsageError if an earlier pass has run it and this one cannot do so again.
+
+        That is the case if the earlier pass did not keep the graph, or if this pass does not reach
+        the exchange that has taken its delegate.
+        """
         if self._pass_id in (-1, pass_id):
             return
         follower, title = (None, "") if self.taken_by is None else self.taken_by
@@ -158,7 +167,7 @@ class Exchange:
             )
 
     def _add_gradient(self, grad: Tensor) -> Tensor | None:
-        """The gradient of the input, complete: called where backward passes through the input."""
+        """Complete the gradient of the input; a hook, called when backward reaches the input."""
         pass_id = current_graph_task_id()
         if self.has_run_in(pass_id):
             return None
@@ -173,7 +182,7 @@ backward_functions.add(Exchange.run.__code__)
 
 
 class _Node(torch.autograd.Function):
-    """The results of an exchange that has been made."""
+    """The node of an exchange in the graph; its results have been received before."""
 
     @staticmethod
     def forward(
@@ -188,7 +197,7 @@ class _Node(torch.autograd.Function):
         ctx.hidden = [Like(delegate) for delegate in inputs[num_inputs:]]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(x for x in results if not has_gradients(x)))
-        exchange.node_reference = weakref.ref(ctx)
+        exchange.node_reference = weakref.ref(ctx)  # ctx is the node, and refers to the exchange
         return tuple(results)
 
     @staticmethod
@@ -213,14 +222,14 @@ class Order:
         )
 
     def note_call(self, comm: Communicator) -> None:
-        """Count steps, as the time limit after the first one is a shorter one."""
+        """Count steps: the time limit is shorter after the first one."""
         if current_graph_task_id() == -1:
             self._num_steps += self.has_run_backward
             self.has_run_backward = False
             comm.flight_recorder.set_label(None, self._num_steps)
 
     def expect(self, exchange: Exchange, peer: int, number: int) -> None:
-        """The gradient of an exchange will come from this rank under this number."""
+        """Note that rank ``peer`` will send gradients of an exchange under ``number``."""
         self._answered[peer, number] = exchange
 
     def raise_if_lost(self, comm: Communicator) -> None:
@@ -234,7 +243,7 @@ class Order:
                 )
 
     def take_pending(self, follower: Exchange) -> list[Tensor]:
-        """The delegates that no call has used, from before this place in the program."""
+        """Take the unused delegates of calls that precede this place in the program."""
         self._release(position())
         taken, self._pending = self._pending, []
         for _, exchange, _ in taken:
@@ -252,11 +261,11 @@ class Order:
             self._num_sent_when_pruned = len(self._sent)
 
     def forget(self, exchange: Exchange) -> None:
-        """A call has used the delegate of an exchange, or its backward runs."""
+        """Drop the delegate of an exchange: a call has used it, or its backward runs."""
         self._pending = [entry for entry in self._pending if entry[1] is not exchange]
 
     def raise_if_incomplete(self, exchange: Exchange, pass_id: int) -> None:
-        """Raise UsageError if the pass leaves out what was made of the results and sent."""
+        """Raise UsageError if the pass does not reach what was computed from results and sent."""
         own_node = exchange.node
         for later in self._alive():
             if own_node is None or not later.follows(exchange):
@@ -273,13 +282,13 @@ class Order:
                 )
 
     def not_reached(self, exchange: Exchange) -> str:
-        """For errors: what this rank has sent and backward has not reached."""
+        """Text for errors: the sends of this rank that backward has not reached."""
         titles = [e.title for e in self._alive() if e is not exchange and e.has_run_in(-1)]
         named = ", ".join(list(dict.fromkeys(titles))[:_MAX_NAMED])
         return f" Backward of this rank has not reached: {named}." if named else ""
 
     def _alive(self) -> Iterator[Exchange]:
-        """Those that have sent something, newest first."""
+        """The exchanges that have sent something and still exist, newest first."""
         for reference in reversed(self._sent):
             exchange = reference()
             if exchange is not None:
@@ -291,13 +300,13 @@ class Order:
 
 
 def order_of(comm: Communicator) -> Order:
-    """What is kept with a communicator. Local."""
+    """The `Order` of a communicator, kept as its attribute. Local."""
     order: Order = vars(comm).setdefault("_function_order", Order())
     return order
 
 
 def use_delegate(delegate: Tensor | None) -> None:
-    """A call connects this delegate: calls that follow need not. Local."""
+    """Note that a call connects this delegate, so that later calls need not. Local."""
     exchange = getattr(getattr(delegate, "grad_fn", None), "exchange", None)
     if isinstance(exchange, Exchange):
         order_of(exchange.comm).forget(exchange)

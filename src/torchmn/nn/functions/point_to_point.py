@@ -65,6 +65,7 @@ def send(x: Tensor | Sequence[Tensor], comm: Communicator, rank: int, tag: int =
     exchange.is_delegate = True
 
     def send_once() -> tuple[tuple[Tensor, ...], Any]:
+        # The sender decides which tensors have gradients: the receiver learns it by the flags.
         flags = [around.records(each) for each in xs]
         if any(flags):
             message.number = comm.replies.new_number(rank)
@@ -177,17 +178,17 @@ def pseudo_connect(delegate_variable: Tensor | None, *actual_variables: Tensor) 
 
 @dataclass
 class _Message:
-    """What answers a message: its other rank and its number."""
+    """The other rank of a message, and the number under which backward answers it."""
 
     comm: Communicator
     peer: int
     number: int = 0
-    """Of the messages with a gradient from one rank to the other, from 1; 0 for those without."""
+    """Counts the messages with gradients from one rank to the other, from 1; 0 if it has none."""
     line: str = ""
-    """Of this rank's call."""
+    """The line of the script that received it."""
 
     def send_gradient(self, grads: list[Tensor | None]) -> tuple[Gradients, Tensor | None]:
-        """Answer with gradients; returns a delegate if these have gradients themselves."""
+        """Answer with gradients; return a delegate if these require gradients themselves."""
         flags = [g is not None and torch.is_grad_enabled() and g.requires_grad for g in grads]
         answer = _Message(self.comm, self.peer)
         if any(flags):
@@ -199,6 +200,7 @@ class _Message:
             return (), None
         exchange = Exchange(self.comm, f"gradient to rank {self.peer}", answer.recv_gradient)
         exchange.is_delegate = True
+        # In a second backward this gradient is a message itself, whose gradient comes back here.
         order_of(self.comm).expect(exchange, self.peer, answer.number)
         sent = [g for g, flag in zip(grads, flags, strict=True) if flag and g is not None]
         return (), exchange.recorded([sent[0].new_zeros(())], sent, is_in_program=False)[0]
@@ -217,7 +219,7 @@ class _Message:
 
 
 def _unread(comm: Communicator) -> str:
-    """For errors: the lines of the messages that were sent instead."""
+    """Text for errors: the lines that sent messages which have arrived but were not received."""
     lines = [
         f" Rank {source} sent tag {tag} at {content[2]}."
         for source, tag, content in unread_messages(comm)
@@ -231,7 +233,7 @@ def _is_ours(content: Any) -> bool:
 
 
 class _Connect(torch.autograd.Function):
-    """The identity of some variables, with an edge to a delegate."""
+    """The identity of some variables, whose node also leads to a delegate."""
 
     @staticmethod
     def forward(ctx: Any, delegate: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:

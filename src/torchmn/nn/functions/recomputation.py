@@ -23,7 +23,7 @@ from torchmn.base.script_line import script_frame
 from torchmn.base.torch_private import current_graph_task_id
 
 Made = tuple[tuple[Tensor, ...], Any]
-"""The tensors that an exchange has received, and what else is known of it."""
+"""The tensors that an exchange has received, and further facts about it."""
 Kind = Literal["none", "reentrant", "nonreentrant"]
 
 _FILE = checkpoint.__file__
@@ -36,11 +36,11 @@ backward_functions: set[CodeType] = set()
 
 @dataclass
 class _Results:
-    """Of the exchanges of one checkpointed function, in their order."""
+    """Results of the exchanges in one checkpointed function, in order."""
 
     values: list[Made] = field(default_factory=list)
     num_taken: dict[int, int] = field(default_factory=dict)
-    """By the backward pass that runs the function again."""
+    """Number of results taken, by the backward pass that runs the function again."""
 
 
 @dataclass(frozen=True)
@@ -48,17 +48,17 @@ class Checkpoints:
     """The checkpointed functions on the stack."""
 
     running: tuple[Any, ...]
-    """Those that run for the first time: what they keep until they run again."""
+    """Objects of the functions that run for the first time; torch keeps them for the second."""
     again: Any
-    """That which runs again during backward, or None."""
+    """The object of the function that runs again during backward, or None."""
     kind: Kind
-    """Of the one that runs again."""
+    """The kind of checkpoint that runs again."""
     is_reentrant_forward: bool
     """Whether gradients are not recorded because a checkpoint will run again to record them."""
 
     @property
     def is_in_program(self) -> bool:
-        """Whether backward runs what is recorded now: not what only provides saved tensors."""
+        """Whether backward runs the graph recorded now, which may only provide saved tensors."""
         return self.kind != "nonreentrant"
 
     def records(self, x: Tensor) -> bool:
@@ -68,7 +68,7 @@ class Checkpoints:
         return self.is_reentrant_forward and has_gradients(x)
 
     def once(self, exchange: Callable[[], Made]) -> Made:
-        """What an exchange has made; in a run during backward, what it made in the first run."""
+        """Run an exchange; when its function runs again, return the results of the first run."""
         made = exchange() if self.again is None else self._taken()
         if not self.running and self.again is None:
             return made
@@ -92,6 +92,7 @@ class Checkpoints:
 
 def checkpoints() -> Checkpoints:
     """The checkpointed functions in which the caller runs. Local."""
+    # torch does not tell a function that it runs in a checkpoint: only the frames on the stack do.
     running: list[Any] = []
     again, kind, is_reentrant_forward = None, "none", False
     frame: FrameType | None = sys._getframe(1)
@@ -162,7 +163,7 @@ def is_before(earlier: Position, later: Position) -> bool:
 
 @cache
 def _loops(code: CodeType) -> tuple[tuple[int, int], ...]:
-    """First and last instruction of each loop of a function: what jumps lead back over."""
+    """First and last instruction of each loop of a function, found by its backward jumps."""
     return tuple(
         (instruction.argval, instruction.offset)
         for instruction in dis.get_instructions(code)

@@ -108,7 +108,7 @@ def _raise_if_unusable(evaluator: object, buffers: str, compat: str | None) -> N
 
 
 class _MultiNodeEvaluation:
-    """Replaces an evaluator's ``evaluate``."""
+    """The collective ``evaluate`` that replaces an evaluator's own."""
 
     def __init__(
         self,
@@ -173,11 +173,11 @@ class Recorder:
         self._batch_size: int | None = None
 
     def batches_of(self, loader: Any) -> Any:
-        """The same loader, which notifies this recorder of each batch."""
+        """Wrap a loader, so that this recorder is notified of each batch."""
         return _RecordedLoader(loader, self)
 
     def note(self, named: Mapping[str, Any]) -> None:
-        """What was reported, by the names of its observers."""
+        """Note values that were reported for the current batch, by name."""
         if self._batch is not None:
             for name, value in named.items():
                 raise_if_no_mean(name, value)
@@ -186,7 +186,7 @@ class Recorder:
     def begin_batch(self, batch: Any) -> None:
         """Begin a batch, and end the one before."""
         self.end_batch()
-        self._heartbeat()
+        self._heartbeat()  # ranks with a shorter shard wait, and know that this one goes on
         self._batch, self._batch_size = {}, num_samples(batch)
         self.num_samples += self._batch_size or 0
 
@@ -215,7 +215,7 @@ class Recorder:
 
 
 class RecordingReporter(reporting.Reporter):
-    """Tells a recorder what is reported, with the names of the reporter that was current."""
+    """Passes reported values to a recorder, under the names that the current reporter gives."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -225,6 +225,7 @@ class RecordingReporter(reporting.Reporter):
 
     def report(self, values: Any, observer: nn.Module | None = None) -> None:
         """See `pytorch_pfn_extras.reporting.Reporter.report`."""
+        # Only the reporter that the script has made knows the names of its observers.
         found: dict[str, Any] = {}
         with self._named.scope(found):
             self._named.report(values, observer)
@@ -304,7 +305,10 @@ class GenericMultiNodeEvaluator(extension.Extension):
         self.progress_hook = progress_hook
 
     def calc_local(self, *args: Any, **kwargs: Any) -> Any:
-        """The result of one batch, whose parts are the arguments; not None. Override it. Local."""
+        """Return the result of a batch, whose fields are the arguments. Override it. Local.
+
+        None is not allowed.
+        """
         raise NotImplementedError(f"{type(self).__name__} must define calc_local().")
 
     def aggregate(self, results: list[Any]) -> Any:
@@ -321,7 +325,7 @@ class GenericMultiNodeEvaluator(extension.Extension):
         modes = evaluation_mode(self.targets.values())
         with work_of_all_ranks(self.comm, what) as gather, torch.no_grad(), modes:
             results = self._local_results(gather)
-        gather.finish(None)
+        gather.finish(None)  # raises if another rank has failed, which calls no gather_obj
         gathered = self.comm.gather_obj(results, self.root)
         with work_of_all_ranks(self.comm, what) as gather:
             result = None if gathered is None else self.aggregate(_round_robin(gathered))

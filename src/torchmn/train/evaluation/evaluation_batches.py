@@ -16,9 +16,9 @@ from torchmn.base.errors import UsageError
 
 
 class OnePass:
-    """An iterator with ``reset`` as a loader whose length is its number of batches. Local.
+    """Wraps an iterator with ``reset`` as a loader, whose length is its number of batches. Local.
 
-    Raises UsageError: it never ends, or cannot be reset.
+    Raises UsageError: the iterator never ends, or cannot be reset.
     """
 
     def __init__(self, iterator: Any) -> None:
@@ -70,7 +70,7 @@ def named_loaders(given: Any) -> dict[str, Any]:
 
 @contextmanager
 def evaluation_mode(models: Iterable[nn.Module]) -> Iterator[None]:
-    """All modules of models in evaluation mode, and afterwards each as it was. Local.
+    """Set all modules of models to evaluation mode, and each back to its mode at the end. Local.
 
     A layer that is kept in evaluation mode while the model trains, as frozen batch normalization,
     stays so.
@@ -97,7 +97,7 @@ Result = TypeVar("Result")
 
 
 def batch_to(batch: Any, device: torch.device | str | None) -> Any:
-    """The batch with its tensors on ``device``; None leaves it as it is. Local.
+    """Move the tensors of a batch to ``device``; None leaves the batch as it is. Local.
 
     Example:
         >>> batch_to({"x": torch.ones(2), "name": "a"}, "cpu")["x"].device

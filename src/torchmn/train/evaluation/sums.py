@@ -13,7 +13,7 @@ from torch import Tensor
 from torchmn.base.errors import UsageError
 
 Sums = dict[str, tuple[float, float]]
-"""Name to (weighted sum, weight)."""
+"""Maps names to (weighted sum, weight)."""
 
 
 class WeightedSums:
@@ -69,13 +69,14 @@ def merge_sums(parts: Sequence[Sums]) -> Sums:
     merged = {}
     for name in dict.fromkeys(name for part in parts for name in part):
         totals, weights = zip(*(part[name] for part in parts if name in part), strict=True)
+        # `fsum` rounds once, so that order does not matter; it raises for inf - inf.
         is_finite = all(map(math.isfinite, totals))
         merged[name] = (math.fsum(totals) if is_finite else sum(totals), math.fsum(weights))
     return merged
 
 
 def means_of(sums: Sums) -> dict[str, float]:
-    """Sum over weight; NaN where nothing was counted.
+    """Divide each sum by its weight; NaN if the weight is 0.
 
     Example:
         >>> means_of({"loss": (5.0, 4.0)})

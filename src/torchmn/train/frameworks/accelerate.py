@@ -66,12 +66,13 @@ def attach(target: T, options: ExchangeOptions | None = None) -> T:
 
 
 class AcceleratorExchange(_Base):
-    """Mixed with the class of an ``Accelerator`` by `attach`."""
+    """An ``Accelerator`` whose gradients torchmn exchanges; mixed with its class by `attach`."""
 
     exchange: Exchange
 
     def prepare_model(self, model: Any, device_placement: Any = None, *_: Any, **__: Any) -> Any:
         """See Accelerate's ``prepare_model``; without DistributedDataParallel. Local."""
+        # In evaluation mode Accelerate moves and casts a model, but does not wrap it.
         return super().prepare_model(model, device_placement, evaluation_mode=True)
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
@@ -163,7 +164,7 @@ class AcceleratorExchange(_Base):
 
 
 class TrainerExchange(_Base):
-    """Mixed with the class of a ``Trainer`` by `attach`."""
+    """A ``Trainer`` whose gradients torchmn exchanges; mixed with its class by `attach`."""
 
     exchange: Exchange
     _has_best_model = False  # whether `train` has loaded it, after a flush
@@ -235,6 +236,7 @@ def _attach_accelerator(accelerator: Any, exchange: Exchange) -> None:
 
 
 def _mix(target: Any, ours: type, exchange: Exchange) -> None:
+    """Change the class of an object to one in which ``ours`` precedes the object's own class."""
     own = type(target)
     target.__class__ = type(own.__name__, (ours, own), {"__doc__": own.__doc__})
     target.exchange = exchange

@@ -1,4 +1,4 @@
-"""What all frameworks have in common: one communicator, and their optimizers over it."""
+"""The communicator of a framework's processes and its multi-node optimizers, for all frameworks."""
 
 from __future__ import annotations
 
@@ -62,16 +62,16 @@ class Exchange:
         self.options = options
         self.optimizers: list[FrameworkOptimizer] = []
         self._comm: Communicator | None = None
-        # Those whose gradients are exchanged, or whose blocks are.
+        # Models whose gradients, or blocks of local updates, are exchanged.
         self._models: list[nn.Module] = []
 
     @property
     def communicator(self) -> Communicator | None:
-        """That of `connect`, or None before. Local."""
+        """The communicator that `connect` has made; None before. Local."""
         return self._comm
 
     def connect(self, device: torch.device) -> Communicator:
-        """The framework's processes as a communicator, made once. *Collective.*
+        """Make the communicator of the framework's processes, once. *Collective.*
 
         Raises TopologyError: the framework and torchmn see other ranks; UsageError: other devices.
         """
@@ -84,7 +84,7 @@ class Exchange:
     def wrap(
         self, optimizer: Optimizer, models: Sequence[nn.Module], device: torch.device
     ) -> FrameworkOptimizer:
-        """The optimizer with gradients that are means over ranks. *Collective.*
+        """Make a framework's optimizer a multi-node optimizer. *Collective.*
 
         Raises as `torchmn.create_multi_node_optimizer`.
         """
@@ -108,6 +108,7 @@ class Exchange:
                 "framework reduces their gradients itself. Give it whole parameters, or write the "
                 "loop with torchmn.create_multi_node_optimizer() and a torchmn.Grid."
             )
+        # A framework may have seeded all ranks alike: their dropout must differ once they train.
         rank_seeds.share_equal_numbers(self.connect(device))
         made = create_multi_node_optimizer(
             optimizer,
@@ -124,12 +125,12 @@ class Exchange:
         return own
 
     def keep(self, optimizer: FrameworkOptimizer, models: Sequence[nn.Module]) -> None:
-        """Flush, save and join this optimizer with the others from now on. Local."""
+        """Include an optimizer when all are flushed, saved or joined. Local."""
         self.optimizers = [o for o in self.optimizers if not o.is_replaced] + [optimizer]
         self._models += models
 
     def forget(self) -> None:
-        """Keep no optimizers and models in memory; theirs are still exchanged. Local."""
+        """Release optimizers and models; gradients of those in use are still exchanged. Local."""
         self.optimizers, self._models = [], []
 
     @contextlib.contextmanager
@@ -176,7 +177,7 @@ class Exchange:
 
     @contextlib.contextmanager
     def gathered_states(self) -> Iterator[None]:
-        """Inside, ``state_dict()`` on rank 0 holds the states of all ranks. *Collective.*"""
+        """Run the body with ``state_dict()`` of rank 0 holding all ranks' states. *Collective.*"""
         try:
             for optimizer in self.optimizers:
                 optimizer.prepared_state = optimizer.gathered_state_dict()
@@ -219,7 +220,7 @@ class Exchange:
     ) -> None:
         """Raise UsageError: a backward pass reached parameters that nothing exchanges. Local.
 
-        ``optimizers`` may be of torchmn or, where a model of theirs is missing, not.
+        ``optimizers`` may include plain ones, which were not wrapped since a model is missing.
         """
         if self._comm is None or self._comm.size == 1:
             return
@@ -263,11 +264,11 @@ def _raise_if_others(comm: Communicator, device: torch.device) -> None:
         )
 
 
-RANKS = "torchmn_ranks"  # in a saved state: what differs between ranks, in rank order
+RANKS = "torchmn_ranks"  # key of a saved state: what differs between ranks, in rank order
 
 
 class FrameworkOptimizer(MultiNodeOptimizer):
-    """Made by `torchmn.train.frameworks.exchange.Exchange.wrap`.
+    """The multi-node optimizer in a framework's loop, made by `Exchange.wrap`.
 
     It differs from its base class in three points:
 
@@ -282,7 +283,8 @@ class FrameworkOptimizer(MultiNodeOptimizer):
       In their loops each rank has a backward pass, so that asking is no part of an exchange.
     """
 
-    # What `state_dict` returns while a framework writes a checkpoint.
+    # Returned by `state_dict` while a framework writes a checkpoint: it asks rank 0 alone, which
+    # could not gather the states of the others then.
     prepared_state: dict[str, Any] | None = None
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -322,6 +324,7 @@ class FrameworkOptimizer(MultiNodeOptimizer):
         """The states of all ranks in one, on rank 0; other ranks get their own. *Collective.*"""
         state = super().state_dict()
         comm = self.communicator
+        # Under local updates ranks differ in all of the state, else in what torchmn adds at most.
         own: dict[str, Any] = {}
         if self.schedule.traits.replica_consistency != "per_step":
             own = state

@@ -134,7 +134,7 @@ class _Collectives(_Base):
 
 
 class TrainerStrategy(_Collectives):
-    """Mixed with the Trainer's ``DDPStrategy`` by `lightning_strategy`."""
+    """The strategy of Lightning's Trainer; mixed with its ``DDPStrategy``."""
 
     exact_evaluation = True
     flushing: Any  # a `FlushCallback`
@@ -142,7 +142,7 @@ class TrainerStrategy(_Collectives):
     _has_uneven_evaluation = False
 
     def configure_ddp(self) -> None:
-        """Nothing: the model stays as it is. Local."""
+        """Do nothing: the model is not wrapped in DistributedDataParallel. Local."""
 
     def setup_optimizers(self, trainer: Any) -> None:
         """See Lightning's ``Strategy.setup_optimizers``. *Collective.*"""
@@ -210,7 +210,7 @@ class TrainerStrategy(_Collectives):
         return dataloader
 
     def on_validation_start(self) -> None:
-        """All ranks evaluate the same parameters. *Collective.*"""
+        """Give all ranks the same parameters, to evaluate them. *Collective.*"""
         self.exchange.agree()
         super().on_validation_start()
 
@@ -236,21 +236,21 @@ class TrainerStrategy(_Collectives):
 
 
 class FlushCallback(_Base):
-    """Mixed with Lightning's ``Callback``: the first one, so that those of the user come later.
+    """Flushes at the end of training; mixed with Lightning's ``Callback``.
 
-    They may save the parameters, or replace them by an average of theirs, to which nothing that is
-    pending must be applied.
+    It is the first callback: those of the user may save the parameters, or replace them by an
+    average, to which no pending update must be applied.
     """
 
     exchange: Exchange
 
     def on_train_end(self, *_: Any) -> None:
-        """All that was exchanged is applied. *Collective.*"""
+        """Apply all that was exchanged. *Collective.*"""
         self.exchange.flush()
 
 
 class FabricStrategy(_Collectives):
-    """Mixed with Fabric's ``DDPStrategy`` by `fabric_strategy`."""
+    """The strategy of Fabric; mixed with its ``DDPStrategy``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -258,12 +258,12 @@ class FabricStrategy(_Collectives):
         self._alone: list[nn.Module] = []
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """The module as it is. Local."""
+        """Return the module unchanged. Local."""
         self._alone.append(module)
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Refused: an optimizer needs its module. Raises UsageError."""
+        """Raise UsageError: an optimizer is set up together with its module."""
         raise UsageError(
             "torchmn's strategy needs the module of an optimizer. Set both up together: "
             "model, optimizer = fabric.setup(model, optimizer)."
@@ -300,34 +300,34 @@ class FabricStrategy(_Collectives):
 
 
 class _SyncControl:
-    """Fabric's ``no_backward_sync``."""
+    """Implements Fabric's ``no_backward_sync``."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        """Accumulate gradients of ``module`` inside. Local."""
+        """A context in which gradients of ``module`` are accumulated, not exchanged. Local."""
         return self._exchange.no_sync(module) if enabled else nullcontext()
 
 
 def _sampler_of(loader: object) -> object:
-    """That of its batch sampler, which may be the user's own. Local."""
+    """The sampler that a loader draws indices from, also below a user's batch sampler. Local."""
     sampler = getattr(loader, "sampler", None)
     return getattr(getattr(loader, "batch_sampler", None), "sampler", sampler)
 
 
 def _leave_out_repeated(loader: DataLoader[Any], limit: float) -> bool:
-    """Let a DistributedSampler not repeat samples to make all ranks' parts as long. Local.
+    """Stop a DistributedSampler from repeating samples to make parts equally long. Local.
 
-    Returns whether ranks have unequal numbers of batches then. ``limit`` is a number of batches or
-    a part of them.
+    Returns whether ranks then have different numbers of batches. ``limit`` is Lightning's: a number
+    of batches, or a fraction of them.
     """
     sampler = _sampler_of(loader)
     if not isinstance(sampler, DistributedSampler) or sampler.drop_last:
         return False
     num_samples, most = len(cast(Sized, sampler.dataset)), len(loader)
     before, sampler.num_samples = sampler.num_samples, num_samples // sampler.num_replicas
-    fewest = len(loader)
+    fewest = len(loader)  # computed from the sampler: as on the rank with the fewest samples
     if fewest * limit < 1:  # Lightning leaves the evaluation out on a rank without any batch
         sampler.num_samples = before
         return False
@@ -340,9 +340,9 @@ def _leave_out_repeated(loader: DataLoader[Any], limit: float) -> bool:
 def _class(
     part: str, ours: type, module: str = "strategies", theirs_name: str = "DDPStrategy"
 ) -> Any:
-    """Our class, mixed with one of the Lightning that the script has imported.
+    """Derive a class from ``ours`` and a class of Lightning, in the package that the script uses.
 
-    Raises ImportError: there is none.
+    Raises ImportError: Lightning is not installed.
     """
     names = {"pytorch": ["lightning.pytorch", "pytorch_lightning"]}
     names["fabric"] = ["lightning.fabric", "lightning_fabric"]

@@ -25,7 +25,7 @@ class BatchGrowth:
 
     Args:
         milestones: increasing, in ``unit``.
-        factor: more than 1; that by which the rate would be divided.
+        factor: more than 1; the factor by which the rate would be divided instead.
         unit: ``epochs`` of the sampler, or ``samples`` over all ranks.
         max_batch: the largest global batch. Smith et al. stay at a tenth of the data set.
 
@@ -62,7 +62,7 @@ class BatchGrowth:
         )
 
     def wanted_at(self, initial: int, samples: int, epoch_samples: int) -> float:
-        """The size without ``max_batch``, not rounded."""
+        """The global batch after ``samples`` samples, without ``max_batch`` and not rounded."""
         if samples == 0:  # also where the length of an epoch is not known yet
             return initial
         return initial * self.factor ** bisect_right(self._in_samples(epoch_samples), samples)
@@ -120,6 +120,7 @@ class GrowingSampler(GlobalSampler):
             drop_last=drop_last,
             pad_last=pad_last,
         )
+        # After so many samples all milestones have passed.
         largest = growth.size_at(global_batch, 2**62, max(dataset_length, 1))
         if drop_last and 0 < dataset_length < largest:
             raise UsageError(

@@ -19,7 +19,7 @@ from torchmn.nn.batch_norm import Model, convert_layers, revert_layers
 
 
 class _Ghost(BatchNorm):
-    """What the layers of all dimensions have in common."""
+    """Base class of the layers for all dimensions."""
 
     ghost_batch: int
 
@@ -33,6 +33,7 @@ class _Ghost(BatchNorm):
         num_parts = _num_parts(input.shape[0], self.ghost_batch) if input.dim() else 0
         if not self.training or num_parts <= 1:
             return super().forward(input)
+        # Before Python 3.12 `super()` without arguments fails inside of a comprehension.
         return torch.cat([super(_Ghost, self).forward(x) for x in input.tensor_split(num_parts)])
 
     def extra_repr(self) -> str:
@@ -54,9 +55,9 @@ class GhostBatchNorm2d(_Ghost, nn.BatchNorm2d):
     """`torch.nn.BatchNorm2d` whose training batches are normalized in parts.
 
     Parameters, buffers, state dict and evaluation are those of the layer of torch. A batch is
-    divided in order into as many ghost batches as ``ghost_batch`` samples are in it, rounded to the
-    nearest number, and half of one upwards; their sizes differ by at most one. None has less than
-    two samples, except that of a batch of one.
+    divided in order into ``batch / ghost_batch`` ghost batches, rounded to the nearest whole number
+    (halves up); their sizes differ by at most one. None has less than two samples, except that of a
+    batch of one.
 
     Args:
         num_features: channels, dimension 1 of the input.
@@ -127,6 +128,6 @@ def revert_ghost_batch_norm(model: Model) -> Model:
 
 
 def _num_parts(num_samples: int, ghost_batch: int) -> int:
-    """Into how many ghost batches a batch is divided; 0 where it is too small for one."""
+    """Number of ghost batches of a batch; 0 if it is too small for one."""
     rounded = (2 * num_samples + ghost_batch) // (2 * ghost_batch)
     return min(rounded, num_samples // 2)

@@ -38,7 +38,7 @@ from torchmn.train.large_batch.batch_growth import BatchGrowth, GrowingSampler
 
 
 class MicroBatch(NamedTuple):
-    """The samples of one pass, and by what its mean loss is multiplied.
+    """The samples of one pass, and the factor of its mean loss.
 
     >>> from torchmn.train.large_batch.global_batch import MicroBatch
     >>> micro = MicroBatch(samples=[1, 2], share=0.5)
@@ -47,14 +47,14 @@ class MicroBatch(NamedTuple):
     """
 
     samples: Any
-    """Of the structure of the whole batch."""
+    """Samples in the structure of the whole batch."""
     share: float
-    """The part of this rank's samples that are in this pass; 1 where losses are sums."""
+    """The fraction of this rank's samples that this pass has; 1 if losses are sums."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Plan:
-    """One global batch, divided."""
+    """The division of one global batch."""
 
     shares: tuple[int, ...]
     num_passes: int
@@ -123,7 +123,7 @@ class GlobalBatch:
             if value is not None or name == "global_batch":
                 raise_if_no_count(name, value, "a whole number")
         self.initial = global_batch
-        """The global batch at the beginning; what learning rates are scaled by."""
+        """The global batch at the beginning, by which learning rates are scaled."""
         self.growth = growth
         self.comm = comm
         self._sampler: GlobalSampler | None = None
@@ -137,7 +137,7 @@ class GlobalBatch:
             )
         num_passes = min(accumulation or 1, global_batch // comm.size or 1)
         self._pass_limit = Fraction(local_batch or Fraction(share, num_passes))
-        """The most samples of a pass; not whole where passes differ by one."""
+        """The most samples of a pass; a fraction if passes differ by one sample."""
         needed = self._num_passes(share)
         if accumulation is not None and local_batch is not None and accumulation != needed:
             raise UsageError(
@@ -150,7 +150,7 @@ class GlobalBatch:
         self._note_settings()
 
     def _note_settings(self) -> None:
-        """Write the values into the record of the run, if there is one and they are others."""
+        """Write the values into the record of the run, if there is one."""
         recorder = recording.current()
         if recorder is not None:
             values = {
@@ -210,7 +210,7 @@ class GlobalBatch:
         return f"{text}; began with {self.initial}, {self.growth})" if self.growth else f"{text})"
 
     def batch_settings(self) -> BatchSettings | None:
-        """What a checkpoint records of the batch; see `torchmn.data.batch_settings`."""
+        """The global batch that a checkpoint records; see `torchmn.data.batch_settings`."""
         if self.growth is not None and self.growth.unit == "epochs" and self._sampler is None:
             return None  # how long an epoch is comes with the sampler
         plan = self._plan(self.global_batch)
@@ -270,7 +270,7 @@ class GlobalBatch:
         self._num_counted += self.global_batch if num_samples is None else num_samples
 
     def state_dict(self) -> dict[str, int]:
-        """What `count` has counted; the sampler has a state of its own. The same on all ranks."""
+        """The samples counted by `count`; the sampler has its own state. The same on all ranks."""
         return {"samples_seen": self._num_counted}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -288,7 +288,7 @@ class GlobalBatch:
         drop_last: bool = False,
         pad_last: bool = False,
     ) -> GlobalSampler:
-        """The `GlobalSampler` of the training data, or of their number. *Collective.*
+        """Make the `GlobalSampler` of the training data, or of their number. *Collective.*
 
         The batch follows its progress, also when it resumes. Save the sampler with the model.
 
@@ -346,13 +346,14 @@ class GlobalBatch:
             begin, end = shard_bounds(num_own, num_passes, index, force_equal_length=False)
             share = 1.0 if is_sum else (end - begin) / num_own
             is_last = index == num_passes - 1
+            # The script runs its backward pass inside of this context, between two yields.
             with nullcontext() if is_last or ours is None else ours.no_sync():
                 yield MicroBatch(part, share)
         if ours is not None and not num_own:
             ours.reducer.exchange_now()  # not in step(), so that gradients can be clipped before
 
     def _num_passes_of(self, num_own: int, optimizer: MultiNodeOptimizer | None) -> int:
-        """The passes of the batch in hand, of which this rank has ``num_own`` samples."""
+        """Number of passes of the current batch, of which this rank has ``num_own`` samples."""
         if self._sampler is None:
             received = self.global_batch if num_own == self.share else 0
         else:
@@ -367,7 +368,7 @@ class GlobalBatch:
         return plan.num_passes
 
     def _raise_if_forward_communicates(self, optimizer: MultiNodeOptimizer, plan: _Plan) -> None:
-        """Raise on all ranks if some would wait for others in a pass that these do not make."""
+        """Raise on all ranks if layers would wait for ranks that make one pass less."""
         most, least = plan.shares[0], plan.shares[-1]
         for model in optimizer._models:
             for name, layer in model.named_modules():

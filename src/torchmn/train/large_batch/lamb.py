@@ -74,7 +74,7 @@ class LAMB(TrustRatioOptimizer):
 
     @staticmethod
     def _raise_if_out_of_range(options: dict[str, Any], name: str = "") -> None:
-        """Raise UsageError: an option is out of range. ``name``: of the group, for the message."""
+        """Raise UsageError: an option is out of range. ``name`` is the group's, for the message."""
         betas, bounds = options["betas"], options["norm_bounds"]
         if not all(0 <= beta < 1 for beta in betas):
             raise UsageError(f"{name}betas={betas} must be 0 or more and less than 1.")
@@ -115,5 +115,5 @@ class LAMB(TrustRatioOptimizer):
 
 
 def _corrections(betas: tuple[float, float], step: int) -> tuple[float, float]:
-    """What m and the root of v are multiplied by."""
+    """Bias corrections: the factors of m and of the square root of v."""
     return 1 / (1 - betas[0] ** step), 1 / (1 - betas[1] ** step) ** 0.5

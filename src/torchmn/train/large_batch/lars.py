@@ -71,7 +71,7 @@ class LARS(TrustRatioOptimizer):
 
     @staticmethod
     def _raise_if_out_of_range(options: dict[str, Any], name: str = "") -> None:
-        """Raise UsageError: an option is out of range. ``name``: of the group, for the message."""
+        """Raise UsageError: an option is out of range. ``name`` is the group's, for the message."""
         if not 0 <= options["momentum"] < 1:
             raise UsageError(
                 f"{name}momentum={options['momentum']} must be 0 or more and less than 1."

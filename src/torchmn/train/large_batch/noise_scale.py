@@ -1,4 +1,4 @@
-"""The gradient noise scale: above which batch more samples per step will not pay.
+"""The gradient noise scale: the batch above which more samples per step no longer pay off.
 
 McCandlish, Kaplan, Amodei and the OpenAI Dota Team, *An Empirical Model of Large-Batch Training*,
 2018, arXiv 1812.06162. With G the gradient of the whole data and Σ the covariance of the gradients
@@ -31,7 +31,7 @@ from torchmn.exchange.schedules.every_step import EveryStep
 from torchmn.record import recording
 from torchmn.record.records import NOISE_SCALE
 
-_MIN_DIFFERENCE = 1e-6  # of a and m, in parts of a: all weight on one rank leaves one equation
+_MIN_DIFFERENCE = 1e-6  # of a and m, relative to a: all weight on one rank leaves one equation
 
 
 class GradientNoiseScale:
@@ -55,8 +55,8 @@ class GradientNoiseScale:
 
     Args:
         optimizer: made by `create_multi_node_optimizer`.
-        every: measure every this number of steps.
-        decay: of the averages, in 0 to 1 without 1, from one measurement to the next.
+        every: measure in every ``every``-th step.
+        decay: decay of the averages from one measurement to the next, from 0 to below 1.
 
     Raises:
         UsageError: an argument is out of range, the optimizer is measured already, or its schedule,
@@ -97,8 +97,9 @@ class GradientNoiseScale:
         self.num_measurements = 0
         self._reducer = optimizer.reducer
         self._square = 0.0
-        """The average of |G|², and of tr(Σ)."""
+        """Moving average of |G|²."""
         self._variance = 0.0
+        """Moving average of tr(Σ)."""
         _measure_norms(optimizer, self)
 
     def value(self) -> float | None:
@@ -148,7 +149,7 @@ class GradientNoiseScale:
         if estimates is None:
             return
         square, variance = estimates
-        # Both begin at 0, and what that takes from them is the same part: it cancels out.
+        # Both averages begin at 0 and so are too small, by a factor that cancels in the quotient.
         self._square = self.decay * self._square + (1 - self.decay) * square
         self._variance = self.decay * self._variance + (1 - self.decay) * variance
         self.num_measurements += 1

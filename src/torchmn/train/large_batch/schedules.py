@@ -35,19 +35,20 @@ from torchmn.train.large_batch.global_batch import GlobalBatch
 
 
 class BatchSchedule(LRScheduler):
-    """What the schedules here have in common. Subclasses implement `factor`. Local.
+    """Base class of the schedules here. Subclasses implement `factor`. Local.
 
     Call ``step()`` after ``optimizer.step()``, at each step or at each epoch. `state_dict` holds
     the rates, and loading it sets them; the samples seen are part of the sampler's state (or of
     `GlobalBatch.state_dict`), to be saved as well.
 
-    What else sets rates, by hand or as a scheduler of torch that is stepped beside this one or in a
-    `torch.optim.lr_scheduler.ChainedScheduler`, is overwritten by the next ``step()``, which warns
-    once. One after the other in a `torch.optim.lr_scheduler.SequentialLR` is right.
+    Rates that are set otherwise, by hand or by a scheduler of torch that is stepped beside this one
+    or in a `torch.optim.lr_scheduler.ChainedScheduler`, are overwritten by the next ``step()``,
+    which warns once. In a `torch.optim.lr_scheduler.SequentialLR`, where schedules follow one
+    another, they work together.
 
     Args:
         optimizer: an optimizer, multi-node or not, or the schedule that this one multiplies.
-        batch: the samples seen, and how many an epoch has.
+        batch: counts the samples seen, and knows those of an epoch.
 
     Raises UsageError: an argument is out of range, or the optimizer has a schedule already.
 
@@ -82,11 +83,12 @@ class BatchSchedule(LRScheduler):
         self._rates_set: list[tuple[dict[str, Any], float | None]] = []
         """Parameter groups and the rates that were set last; None: a tensor on a GPU."""
         self._has_warned = False
+        # The constructor of torch calls `step`, before the batch can have counted anything.
         super().__init__(optimizer)
         self._is_made = True
 
     def factor(self, samples: int) -> float:
-        """By what the rate is multiplied after ``samples`` samples over all ranks."""
+        """The factor of the rate after ``samples`` samples over all ranks."""
         raise NotImplementedError
 
     def step(self, epoch: int | None = None) -> None:
@@ -167,15 +169,15 @@ class BatchSchedule(LRScheduler):
         return inner * self.factor(samples)
 
     def batch_settings(self) -> BatchSettings | None:
-        """What a checkpoint records of the batch; see `torchmn.data.batch_settings`."""
+        """The global batch that a checkpoint records; see `torchmn.data.batch_settings`."""
         return self.batch.batch_settings()
 
     def state_dict(self) -> dict[str, Any]:
-        """The rates by group, first and now."""
+        """The initial and the current rates by group."""
         return {"base_lrs": list(self.base_lrs), "rates": list(self.get_last_lr())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume: the rates are at once those of the state."""
+        """Restore a saved state, and set its rates at once."""
         self.base_lrs, self._last_lr = list(state["base_lrs"]), list(state["rates"])
         if self._outer is not None:
             self._outer.load_state_dict(state)
@@ -192,13 +194,13 @@ class BatchSchedule(LRScheduler):
 
 
 def _rate_here(group: dict[str, Any]) -> float | None:
-    """The rate of a group; None if it is on a GPU, for which reading would wait."""
+    """The rate of a group; None if it is on a GPU, since reading it would make the host wait."""
     rate = group["lr"]
     return None if isinstance(rate, Tensor) and rate.device.type != "cpu" else float(rate)
 
 
 class LinearScaling(BatchSchedule):
-    """The rate grows as the batch does: times ``batch / base_batch``.
+    """Scales the rate linearly with the batch: by ``batch / base_batch``.
 
     Goyal et al. 2017, section 2.1, and Krizhevsky, arXiv 1404.5997, section 5. The batch is that of
     the beginning: `BatchGrowth` takes the place of a decay and leaves the rate alone.
@@ -224,12 +226,12 @@ class LinearScaling(BatchSchedule):
         super().__init__(optimizer, batch)
 
     def factor(self, samples: int) -> float:
-        """The same for all samples."""
+        """The factor, which does not depend on ``samples``."""
         return self.batch.initial / self.base_batch
 
 
 class SquareRootScaling(LinearScaling):
-    """The rate grows as the square root of the batch: what adaptive optimizers (LAMB, Adam) need.
+    """Scales the rate with the square root of the batch, for adaptive optimizers (LAMB, Adam).
 
     Krizhevsky, arXiv 1404.5997, section 5; You et al., arXiv 1904.00962, section 4. It keeps the
     variance of the update; see `LinearScaling` for the arguments.
@@ -242,19 +244,19 @@ class SquareRootScaling(LinearScaling):
     """
 
     def factor(self, samples: int) -> float:
-        """The same for all samples."""
+        """The factor, which does not depend on ``samples``."""
         return math.sqrt(super().factor(samples))
 
 
 class GradualWarmup(BatchSchedule):
-    """The rate grows in a straight line over the first ``duration``.
+    """Increases the rate linearly over the first ``duration``.
 
     Goyal et al. 2017, section 2.2: after each step, from the rate before `LinearScaling` to the
     scaled one.
 
     Args:
         optimizer: an optimizer, or a schedule.
-        batch: the samples seen.
+        batch: counts the samples seen.
         duration: in ``unit``.
         unit: ``epochs`` or ``samples``.
         start: the first factor. By default it undoes the scaling that this schedule wraps; without
@@ -292,20 +294,20 @@ class GradualWarmup(BatchSchedule):
         super().__init__(optimizer, batch)
 
     def factor(self, samples: int) -> float:
-        """From ``start`` to 1."""
+        """The factor, which grows from ``start`` to 1."""
         if samples >= self._duration:
             return 1.0
         return self.start + (1 - self.start) * samples / self._duration
 
 
 class MultiStep(BatchSchedule):
-    """The rate is multiplied by ``gamma`` at each milestone.
+    """Multiplies the rate by ``gamma`` at each milestone.
 
     Args:
         optimizer: an optimizer, or a schedule.
-        batch: the samples seen.
+        batch: counts the samples seen.
         milestones: increasing, in ``unit``.
-        gamma: by what the rate is multiplied, more than 0.
+        gamma: the factor, more than 0.
         unit: ``epochs`` or ``samples``.
 
     Example:
@@ -337,13 +339,13 @@ class MultiStep(BatchSchedule):
 
 
 class Polynomial(BatchSchedule):
-    """The rate falls to ``final`` as a power of the time that is left.
+    """Decays the rate to ``final`` as a power of the remaining time.
 
-    With ``power=2`` what You et al. use with LARS (arXiv 1708.03888, section 6).
+    ``power=2`` is what You et al. use with LARS (arXiv 1708.03888, section 6).
 
     Args:
         optimizer: an optimizer, or a schedule.
-        batch: the samples seen.
+        batch: counts the samples seen.
         end: when the last factor is reached, in ``unit``.
         power: 1 is a straight line; more than 0.
         unit: ``epochs`` or ``samples``.
@@ -379,23 +381,23 @@ class Polynomial(BatchSchedule):
         super().__init__(optimizer, batch)
 
     def factor(self, samples: int) -> float:
-        """From 1 to ``final``."""
+        """The factor, which falls from 1 to ``final``."""
         past = (samples - self._begin) / (self._end - self._begin)
         return self.final + (1 - self.final) * self._left(min(1.0, max(0.0, past)))
 
     def _left(self, past: float) -> float:
-        """What is left of the rate after this part of the time."""
+        """The remaining fraction of the decay after a fraction ``past`` of the time."""
         return float((1 - past) ** self.power)
 
 
 class Cosine(Polynomial):
-    """The rate falls to ``final`` as half a period of a cosine.
+    """Decays the rate to ``final`` as half a period of a cosine.
 
     Loshchilov and Hutter, *SGDR*, arXiv 1608.03983, equation 5, without restarts.
 
     Args:
         optimizer: an optimizer, or a schedule.
-        batch: the samples seen.
+        batch: counts the samples seen.
         end: when the last factor is reached, in ``unit``.
         unit: ``epochs`` or ``samples``.
         begin: until when the factor is 1, in ``unit``: the end of a warm-up.
@@ -426,7 +428,7 @@ class Cosine(Polynomial):
 
 
 class DecayAfterGrowth(BatchSchedule):
-    """The rate falls by what the batch was to grow beyond its largest size.
+    """Divides the rate by the factor by which the batch would have grown beyond its largest size.
 
     Smith et al., arXiv 1711.00489, section 5.1: with ``BatchGrowth(..., max_batch=...)`` the noise
     is annealed as planned even when the batch no longer grows.
@@ -452,7 +454,7 @@ class DecayAfterGrowth(BatchSchedule):
         super().__init__(optimizer, batch)
 
     def factor(self, samples: int) -> float:
-        """The size of the batch over the size without ``max_batch``."""
+        """The size of the batch divided by its size without ``max_batch``."""
         growth, batch = self.batch.growth, self.batch
         if growth is None or growth.max_batch is None:
             return 1.0
@@ -466,7 +468,7 @@ def _raise_if_not_positive(name: str, value: float) -> None:
 
 
 def _in_samples(batch: GlobalBatch, duration: float, unit: Unit) -> float:
-    """Raises UsageError: negative, or not known in samples."""
+    """Convert a duration to samples. Raises UsageError: it is negative, or cannot be converted."""
     raise_if_unknown("unit", unit, get_args(Unit))
     if not 0 <= duration < float("inf"):
         raise UsageError(f"{duration} {unit} must be a finite number, 0 or more.")

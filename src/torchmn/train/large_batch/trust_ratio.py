@@ -1,4 +1,4 @@
-"""What LARS and LAMB share, and parameter groups without weight decay for any optimizer."""
+"""The base class of LARS and LAMB, and parameter groups without weight decay for any optimizer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchmn.comm.local_tensors import is_distributed, is_divided
 
 
 class GroupPart(NamedTuple):
-    """The parameters of a group that have gradients and are all adapted, or all not."""
+    """Parameters of a group with gradients: all those with an adapted rate, or all others."""
 
     params: list[Tensor]
     grads: list[Tensor]
@@ -24,7 +24,7 @@ class GroupPart(NamedTuple):
     is_adapted: bool
 
     def singly(self) -> Iterator[GroupPart]:
-        """Each parameter by itself."""
+        """Yield a part for each parameter."""
         for parameter, grad, state in zip(self.params, self.grads, self.states, strict=True):
             yield self._replace(params=[parameter], grads=[grad], states=[state])
 
@@ -33,7 +33,7 @@ class TrustRatioOptimizer(Optimizer):
     """An optimizer whose rate is adapted to the norm of each parameter. Subclasses update."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's. Raises UsageError: an option is out of range. The group is then not added."""
+        """Add a group, as torch does. Raises UsageError before that: an option is out of range."""
         if isinstance(param_group, dict):
             name = f"Parameter group {len(self.param_groups)}: "
             self._raise_if_out_of_range({**self.defaults, **param_group}, name)
@@ -42,7 +42,7 @@ class TrustRatioOptimizer(Optimizer):
     @staticmethod
     @abstractmethod
     def _raise_if_out_of_range(options: dict[str, Any], name: str = "") -> None:
-        """Raise UsageError: an option is out of range. ``name``: of the group, for the message."""
+        """Raise UsageError: an option is out of range. ``name`` is the group's, for the message."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -66,14 +66,14 @@ class TrustRatioOptimizer(Optimizer):
 
     @abstractmethod
     def _state_of(self, parameter: Tensor) -> dict[str, Any]:
-        """The state of a parameter in this step, made in its first."""
+        """The state of a parameter in this step, created in the first one."""
 
     @abstractmethod
     def _update(self, group: dict[str, Any], part: GroupPart) -> None:
-        """Update by one call for all tensors of a part."""
+        """Update the parameters of a part, with one call of torch for all tensors at a time."""
 
     def _parts(self, group: dict[str, Any]) -> Iterator[GroupPart]:
-        """The adapted parameters, then those that are left out."""
+        """Yield the parameters with an adapted rate, then the others."""
         for is_adapted in (True, False):
             params = [
                 parameter
@@ -108,9 +108,9 @@ def norms(tensors: list[Tensor]) -> Tensor:
 
 
 def ratios(numerator: Tensor, denominator: Tensor, factor: float = 1.0) -> list[Any]:
-    """Their quotients times ``factor``, 1 where either is 0: what tensors are multiplied by.
+    """The quotients times ``factor``, 1 where either is 0, by which tensors are multiplied.
 
-    Numbers on a CPU; on a GPU tensors, without waiting for it.
+    They are numbers on a CPU, and tensors on a GPU, so that the host need not wait.
     """
     is_defined = (numerator > 0) & (denominator > 0)
     quotient = torch.where(is_defined, factor * numerator / denominator, 1.0)
