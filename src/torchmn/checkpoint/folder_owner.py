@@ -119,6 +119,8 @@ class FolderOwner:
         self._use = self._own.pid, os.path.realpath(folder)
         self._watched: tuple[tuple[int, int], float] | None = None
         self._lost: str | None = None
+        self._other: Owner | None = None  # the owner that was read last
+        self._looking = threading.Lock()
         self._has_file = self._was_removed = self._is_owned = False
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="torchmn-owner", daemon=True)
@@ -177,22 +179,28 @@ class FolderOwner:
         return was_removed
 
     def _beat_once(self) -> None:
-        if self._lost is None:
-            found = self._look()
-            if found is None:  # the folder was removed, or could not be written to before
-                self._make_file(self._path, encode(self._own))
-                self._was_removed, self._has_file = self._has_file, True
-                return
-            other, _ = found
-            if other is not None and (
-                other.is_same_process(self._own) or self._own.continues(other)
-            ):
-                return
-            self._lost = (
-                f"the folder was taken over by {other or 'an unknown process'}, after this process "
-                "had shown no sign of life"
-            )
-        raise DataError(self._lost)
+        # The heartbeat's thread and `confirm` must not make the file at once: the one would read
+        # what the other has not filled yet, as a file of another process.
+        with self._looking:
+            if self._lost is None and not self._is_ours():
+                self._lost = (
+                    f"the folder was taken over by {self._other or 'an unknown process'}, after "
+                    "this process had shown no sign of life"
+                )
+        if self._lost is not None:
+            raise DataError(self._lost)
+
+    def _is_ours(self) -> bool:
+        """Whether the file names this process; it is made again if it is gone."""
+        found = self._look()
+        if found is None:  # the folder was removed, or could not be written to before
+            self._make_file(self._path, encode(self._own))
+            self._was_removed, self._has_file = self._has_file, True
+            return True
+        other = self._other = found[0]
+        return other is not None and (
+            other.is_same_process(self._own) or self._own.continues(other)
+        )
 
     def release(self) -> None:
         """Give up the folder, unless another checkpointer of this process uses it.

@@ -139,8 +139,8 @@ _OF_PARAMETERS = (
     "another model. All ranks must change parameters in the same way: load a state on all of them, "
     "draw random numbers for parameters or gradients from a generator with the same seed, decide "
     "by values that all ranks share, and leave out max_norm= of embeddings. comm.bcast_data(model) "
-    "makes them equal again, and torchmn.ReplicaCheck names what differs. (On hosts with other "
-    "processors an optimizer may round in another way.)"
+    "makes them equal again, and torchmn.ReplicaCheck names what differs. (On hosts with different "
+    "CPUs an optimizer may round differently.)"
 )
 _OF_BUFFERS = (
     "the ranks differ in the buffer '{}' {}. Only gradients are exchanged: a buffer "

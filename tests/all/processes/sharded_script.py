@@ -564,10 +564,10 @@ def uneven_inside(side: OnGrid) -> Result:
 
 def too_early(side: OnGrid) -> Result:
     """Broken on purpose: one exchange, before `fully_shard` has reduced what it reduces last."""
-    from torchmn.exchange import backward_pass, reducer
+    from torchmn.exchange import reducer
     from torchmn.exchange.sharded_parameters import whole_of
 
-    right_end, right_take = backward_pass.AtEnd, reducer.GradientReducer._on_gradient
+    right_end, right_take = reducer.AtEnd, reducer.GradientReducer._on_gradient
     num_exchanged = 0
 
     def take(self: Any, index: int) -> None:
@@ -577,7 +577,7 @@ def too_early(side: OnGrid) -> Result:
         if self.num_passes == num_exchanged:
             right_take(self, index)
 
-    backward_pass.AtEnd = lambda method, is_last: right_end(method)  # type: ignore[assignment, misc]
+    reducer.AtEnd = lambda method, is_last: right_end(method)  # type: ignore[assignment, misc]
     reducer.GradientReducer._on_gradient = take  # type: ignore[method-assign]
     try:
         pairs = InPairs(side.grid)
@@ -586,7 +586,7 @@ def too_early(side: OnGrid) -> Result:
         states = [state for _, state in steps(pairs, model, optimizer)]
         optimizer.close()
     finally:
-        backward_pass.AtEnd = right_end  # type: ignore[misc]
+        reducer.AtEnd = right_end  # type: ignore[misc]
         reducer.GradientReducer._on_gradient = right_take  # type: ignore[method-assign]
     return {"states": states}
 

@@ -121,7 +121,6 @@ def test_nothing_is_submitted_in_a_dry_run(tmp_path: Path) -> None:
 
 REFUSED = {
     "kubernetes": (("--scheduler", "kubernetes", "train.py"), "docs/how-to/kubernetes.md has one"),
-    "image": (("--image", "a/b:1", "train.py"), "docs/how-to/kubernetes.md has one"),
     "waits for nothing": (("--wait", "train.py"), "--dry-run submits none: leave one of them out"),
     "requeues": (("--max-requeues", "3", "train.py"), "without --requeue: add it"),
     "not a number": (("--gpus", "two", "train.py"), "--gpus must be a whole number, got 'two'"),

@@ -6,6 +6,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,10 @@ import pytest
 from torch import nn
 
 import torchmn
+from tests.limits import limit
 from tests.unit.checkpoint.training import checkpointer_of, names, on_ranks, saved
 from torchmn.checkpoint import folder_owner
-from torchmn.checkpoint.folder_owner import OWNER, Owner, this_process
+from torchmn.checkpoint.folder_owner import OWNER, FolderOwner, Owner, this_process
 from torchmn.control.codec import decode, encode
 from torchmn.errors import DataError, UsageError
 
@@ -222,3 +225,23 @@ def test_child_that_was_forked_leaves_the_owner(tmp_path: Path) -> None:
         assert names(tmp_path) == [OWNER]
 
     on_ranks(rank_main, 1)
+
+
+def test_a_heartbeat_and_a_save_make_the_file_of_a_removed_folder_once(tmp_path: Path) -> None:
+    """Neither thread may take what the other has not written yet for another job's."""
+    both_are_here = threading.Barrier(2, timeout=limit(0.5))
+
+    def make_slowly(path: Path, content: bytes) -> None:
+        with path.open("xb") as file:
+            with suppress(threading.BrokenBarrierError):
+                both_are_here.wait()
+            file.write(content)
+
+    owner = FolderOwner(tmp_path, make_slowly)
+    assert owner.attempt(0.0)[0] == "owned"
+    both_are_here.reset()
+    (tmp_path / OWNER).unlink()
+    with ThreadPoolExecutor(2) as pool:
+        for call in [pool.submit(owner._beat_once) for _ in range(2)]:
+            call.result()
+    owner.release()

@@ -82,12 +82,13 @@ def main() -> None:
     except BaseException as error:
         status = 1
         _leave_out_own_frames(error)
+        if monitor is not None:
+            monitor.note_fatal(error)  # the launcher may ask already where this rank waits
         if os.getpid() == own_pid:
             _end_record(status)  # before this process is ended, at once where MPI is in use
         if monitor is None:
             show_exception(error, sys.excepthook)
         else:
-            monitor.note_fatal(error)
             monitor.script_failed(error, show=partial(show_exception, error, sys.excepthook))
         raise SystemExit(1) from None
     finally:
