@@ -53,8 +53,8 @@ def main() -> int:
         for command in order.commands:
             env = {**os.environ, **command.env}
             processes.append(subprocess.Popen(command.argv, env=env, stdin=subprocess.DEVNULL))
-            for signum in received:
-                processes[-1].send_signal(signum)
+            for early in received:
+                processes[-1].send_signal(early)
         codes = _wait(processes)
     finally:
         kill_descendants(os.getpid())
