@@ -145,10 +145,8 @@ def set_timeouts(connection: socket.socket) -> None:
         (socket.TCP_KEEPINTVL, _KEEPALIVE_S),
         # The idle time counts as one more period until the limit.
         (socket.TCP_KEEPCNT, round(HOST_TIMEOUT_S / _KEEPALIVE_S) - 1),
-        (
-            socket.TCP_USER_TIMEOUT,
-            round(1000 * HOST_TIMEOUT_S),
-        ),  # for data that is not acknowledged
+        # for data that is not acknowledged
+        (socket.TCP_USER_TIMEOUT, round(1000 * HOST_TIMEOUT_S)),
     ):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
 

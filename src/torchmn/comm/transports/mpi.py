@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from torchmn.base.errors import LaunchError, TimeLimitError, UnsupportedError
+from torchmn.base.terminal import say
 from torchmn.cluster.environment_variables import EXIT_TIMEOUT_VARIABLE
 from torchmn.cluster.units import GiB, KiB
 from torchmn.comm.transports.base import (
@@ -284,14 +285,11 @@ def _leave(mpi: Any) -> None:
         with _TURN:
             return bool(request.Test())
 
-    def say(text: str) -> None:
-        print(f"torchmn: rank {rank} {text}", file=sys.stderr, flush=True)
-
     while not is_done():
         waited_s = time.monotonic() - began_at
         if waited_s > limit_s:
             say(
-                f"has exited, but other ranks did not within {limit_s:g} s "
+                f"rank {rank} has exited, but other ranks did not within {limit_s:g} s "
                 "(TORCHMN_EXIT_TIMEOUT_S); aborting the job. Exit all ranks together, or call "
                 "comm.finalize() on all of them."
             )
@@ -299,8 +297,8 @@ def _leave(mpi: Any) -> None:
         if waited_s > _NOTE_AFTER_S and not has_noted and rank in (0, size - 1):
             has_noted = True
             say(
-                f"of {size} has reached the end of its script and waits for the other ranks to do "
-                "so (TORCHMN_EXIT_TIMEOUT_S sets a limit)."
+                f"rank {rank} of {size} has reached the end of its script and waits for the other "
+                "ranks to do so (TORCHMN_EXIT_TIMEOUT_S sets a limit)."
             )
         time.sleep(0.001 if waited_s < 1 else 0.01)
     mpi.Finalize()

@@ -15,7 +15,6 @@ show that the script cannot work with them.
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -27,6 +26,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from torchmn.base.names import DOUBLE_BUFFERING
+from torchmn.base.terminal import say
 from torchmn.cluster.units import MiB
 from torchmn.comm.codecs import ErrorFeedback, create_codec
 from torchmn.comm.codecs.codec_timing import measure_codec
@@ -92,7 +92,8 @@ class Trial:
 
 def report_to_stderr(text: str) -> None:
     """Print lines to stderr with the prefix ``torchmn:``."""
-    print("\n".join(f"torchmn: {line}" for line in text.splitlines()), file=sys.stderr, flush=True)
+    for line in text.splitlines():
+        say(line)
 
 
 class Autotuner(Schedule):

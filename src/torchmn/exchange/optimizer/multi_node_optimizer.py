@@ -235,10 +235,8 @@ class MultiNodeOptimizer(WrappedOptimizer):
         else:
             with self.recorded.step(self):
                 result = self._step(closure)
-        if (
-            training_start.function is not None
-        ):  # where no forward pass was seen, as in compiled code
-            training_start.begin()
+        if training_start.function is not None:
+            training_start.begin()  # where no forward pass was seen, as in compiled code
         return result
 
     def _step(self, closure: Callable[[], float] | None) -> float | None:

@@ -78,8 +78,7 @@ class EveryStep(Schedule):
             share_with_late_ranks(reducer)
             return None
         if closure is None:
-            if exchange.num_in_step == 0 or local.states:
-                reducer.exchange_now(is_late=True)
+            reducer.exchange_if_late()
             if exchange.are_late_on_some or local.were_changed:
                 share_with_late_ranks(reducer)
         exchange.num_in_step = 0
