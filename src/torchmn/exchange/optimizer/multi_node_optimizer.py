@@ -271,6 +271,9 @@ class MultiNodeOptimizer(WrappedOptimizer):
         that ``GradScaler.unscale_`` and clipping do the same on all ranks. Otherwise `step` takes
         part in the exchange, which is too late for a GradScaler. (A scaler that has not scaled a
         loss yet needs ``scaler.scale(torch.zeros(()))`` before its first step.)
+
+        If several optimizers share a backward pass, call it in the order in which that pass
+        computes their gradients: first for the optimizer of the last layers.
         """
         reducer = self.reducer
         own = reducer.contribution
