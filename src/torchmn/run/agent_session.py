@@ -26,6 +26,7 @@ from torchmn.control.messages import (
     Shown,
     StartRefused,
     StartScript,
+    Stream,
 )
 from torchmn.control.processes import send_group
 from torchmn.run.console import RankOutput
@@ -64,6 +65,7 @@ class AgentSession(RankSession):
         self._output = output
         self._problems: list[str] = []
         self._last_lines: deque[str] = deque(maxlen=_MAX_LAST_LINES)  # of all ranks
+        self._local_ranks: dict[int, int] = {}  # known once the scripts start
         self.has_started = False  # whether the agents were ordered to start their scripts
         # Until when ranks may save and exit, of `clock`, once SIGTERM was received.
         self.leave_by: float | None = None
@@ -97,6 +99,7 @@ class AgentSession(RankSession):
         job, first = self._job, hellos[0]
         rendezvous = {"MASTER_ADDR": first.address, "MASTER_PORT": str(first.port)}
         variables = torchrun_variables([hello.host for hello in hellos])
+        self._local_ranks = {i: int(own["LOCAL_RANK"]) for i, own in enumerate(variables)}
         for rank, own in enumerate(variables):
             self.connections[rank].channel.post(
                 StartScript(
@@ -124,7 +127,8 @@ class AgentSession(RankSession):
             self._problems.append(f"rank {record.rank} on {record.host}: {message.text}")
         elif isinstance(message, Refresh):
             connection.num_unshown_bytes += len(message.text)
-            self._output.refresh(record.rank, message.text)
+            if self._shows(record, "err"):
+                self._output.refresh(record.rank, message.text)
         elif isinstance(message, LogWarning):
             self._output.say(f"rank {record.rank}: {message.text}")
         else:
@@ -148,11 +152,14 @@ class AgentSession(RankSession):
 
     def _on_output(self, record: RankRecord, message: Output) -> None:
         record.num_lines += len(message.lines)
-        if message.lines:
-            self._last_lines.extend(message.lines)
         if message.stream == "err":
             record.last_errors.extend(message.lines)
-        self._output.lines(record.rank, message.stream, message.lines)
+        if message.lines and self._shows(record, message.stream):
+            self._last_lines.extend(message.lines)
+            self._output.lines(record.rank, message.stream, message.lines)
+
+    def _shows(self, record: RankRecord, stream: Stream) -> bool:
+        return self._job.shown.shows(self._local_ranks.get(record.rank, 0), stream)
 
     def accept(self) -> None:
         """As in `RankSession`; also acknowledge output, after which ranks may send more."""
