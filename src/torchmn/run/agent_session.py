@@ -20,6 +20,7 @@ from torchmn.control.messages import (
     LogWarning,
     Message,
     Output,
+    PreemptionNotice,
     Refresh,
     ScriptStarted,
     Shown,
@@ -102,6 +103,7 @@ class AgentSession(RankSession):
                     log_dir=str(self.log_dir.absolute()),
                     grace_s=job.grace_s,
                     signal_grace_s=job.signal_grace_s,
+                    preemption=job.preemption,
                     wants_refreshes=self._output.shows_bars,
                     script=job.script,
                     env={**own, **rendezvous},
@@ -122,6 +124,8 @@ class AgentSession(RankSession):
         elif isinstance(message, Refresh):
             connection.num_unshown_bytes += len(message.text)
             self._output.refresh(record.rank, message.text)
+        elif isinstance(message, PreemptionNotice):
+            self._output.say(f"{record.host} will be preempted: {message.text}.")
         elif isinstance(message, LogWarning):
             self._output.say(f"rank {record.rank}: {message.text}")
         else:

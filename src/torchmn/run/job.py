@@ -37,7 +37,8 @@ class Job:
     all hosts, and ``launcher_args`` are passed verbatim to the launcher. When the job fails, the
     time between asking a rank to end and killing it is ``grace_s``; after SIGTERM from outside it
     is ``signal_grace_s``, ``None`` to leave that to the scheduler. Each run makes a folder of its
-    own in ``log_dir``. ``warning`` is what the launcher says besides its first line, if anything.
+    own in ``log_dir``. ``preemption`` is where hosts find out that they will be preempted, see
+    `torchmn.run.preemption_notice`. ``warning`` is what the launcher says besides its first line, if anything.
 
     >>> from torchmn.run.plan import RunOptions, plan_job
     >>> job, _ = plan_job(RunOptions(argv=("python", "train.py"), num_ranks=2), {})
@@ -59,6 +60,7 @@ class Job:
     grace_s: float = FAILURE_GRACE_S
     signal_grace_s: float | None = SIGNAL_GRACE_S
     warning: str = ""
+    preemption: str = ""
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1:
