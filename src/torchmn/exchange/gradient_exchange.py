@@ -90,8 +90,6 @@ class GradientExchange:
         self.are_late_on_some = False
         """Whether some ranks, but not all, made the last exchange in `step`; see
         `share_with_late_ranks`."""
-        self.are_joint = False
-        """Whether the last exchange was made in a backward pass that other optimizers share."""
         self.num_in_step = 0
         """Number of exchanges since the last step, or since the gradients were cleared."""
         self.parameters, self.trained = parameters, parameters.trained
@@ -424,7 +422,6 @@ class GradientExchange:
         """
         late = sums.footer.get(LateRanks)
         self.are_late_on_some = late.are_some_late
-        self.are_joint = self.are_late_on_some and late.are_joint
         self._late_states = self.gradient_states() if self.are_late_on_some else []
         weight = sums.context.weight
         counts_zeros = late.is_late and not late.has_gradients and self.reduction == "mean"

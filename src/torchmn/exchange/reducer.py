@@ -121,7 +121,7 @@ class GradientReducer:
         self.local_passes = LocalPasses()
         """Backward passes under no_sync() whose gradients no exchange has taken yet."""
         self._given_up, self._other_layout = GivenUp(), OtherLayout()
-        self._loaded, self._num_exchanges = LoadedState(), NumExchanges()
+        self._loaded, self._num_exchanges = LoadedState(), NumExchanges(comm)
         self.replicas = ReplicaWatch()
         """Compares step counts and checksums, to find replicas that have diverged."""
         self._on_backward_end = on_backward_end
@@ -475,10 +475,12 @@ class GradientReducer:
 
         *Collective.* If parameters have changed, nothing of this pass was packed yet, and the
         buckets are laid out again. Raises RankMismatchError on all ranks: only some of them have
-        changed parameters.
+        changed parameters. Raises UsageError: this rank left out a backward pass that several
+        optimizers share.
         """
         passes, local = self.passes, self.local_passes
         passes.raise_if_unfinished()
+        passes.raise_if_others_were_joint()
         if not passes.are_compared and self.parameters.have_changed():
             self._end_without_means(self._other_layout).raise_if_ranks_disagree()
             self.rebuild()

@@ -6,6 +6,7 @@ Used by the supervisor of a job, and for every round of an elastic job.
 import math
 import signal
 import socket
+from collections import deque
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from torchmn.control.messages import (
     Shown,
     StartRefused,
     StartScript,
+    Stream,
 )
 from torchmn.control.processes import send_group
 from torchmn.run.console import RankOutput
@@ -44,6 +46,8 @@ from torchmn.run.rank_environment import torchrun_variables
 BINDING_FILE = "binding.txt"
 """File in the log folder with the cores, GPU, memory node and threads of each rank."""
 _MAX_HANG_LINES = 200
+_MAX_LAST_LINES = 20
+"""Lines that a reader still sees when the job has ended."""
 
 
 class AgentSession(RankSession):
@@ -61,7 +65,8 @@ class AgentSession(RankSession):
         self._job = job
         self._output = output
         self._problems: list[str] = []
-        self._last_line = ""  # of all ranks
+        self._last_lines: deque[str] = deque(maxlen=_MAX_LAST_LINES)  # of all ranks
+        self._local_ranks: dict[int, int] = {}  # known once the scripts start
         self.has_started = False  # whether the agents were ordered to start their scripts
         # Until when ranks may save and exit, of `clock`, once SIGTERM was received.
         self.leave_by: float | None = None
@@ -95,6 +100,7 @@ class AgentSession(RankSession):
         job, first = self._job, hellos[0]
         rendezvous = {"MASTER_ADDR": first.address, "MASTER_PORT": str(first.port)}
         variables = torchrun_variables([hello.host for hello in hellos])
+        self._local_ranks = {i: int(own["LOCAL_RANK"]) for i, own in enumerate(variables)}
         for rank, own in enumerate(variables):
             self.connections[rank].channel.post(
                 StartScript(
@@ -123,7 +129,8 @@ class AgentSession(RankSession):
             self._problems.append(f"rank {record.rank} on {record.host}: {message.text}")
         elif isinstance(message, Refresh):
             connection.num_unshown_bytes += len(message.text)
-            self._output.refresh(record.rank, message.text)
+            if self._shows(record, "err"):
+                self._output.refresh(record.rank, message.text)
         elif isinstance(message, PreemptionNotice):
             self._output.say(f"{record.host} will be preempted: {message.text}.")
         elif isinstance(message, LogWarning):
@@ -149,11 +156,14 @@ class AgentSession(RankSession):
 
     def _on_output(self, record: RankRecord, message: Output) -> None:
         record.num_lines += len(message.lines)
-        if message.lines:
-            self._last_line = message.lines[-1]
         if message.stream == "err":
             record.last_errors.extend(message.lines)
-        self._output.lines(record.rank, message.stream, message.lines)
+        if message.lines and self._shows(record, message.stream):
+            self._last_lines.extend(message.lines)
+            self._output.lines(record.rank, message.stream, message.lines)
+
+    def _shows(self, record: RankRecord, stream: Stream) -> bool:
+        return self._job.shown.shows(self._local_ranks.get(record.rank, 0), stream)
 
     def accept(self) -> None:
         """As in `RankSession`; also acknowledge output, after which ranks may send more."""
@@ -193,9 +203,9 @@ class AgentSession(RankSession):
         return hang
 
     def report_failure(self, folder: Path, result: JobResult, summary: str) -> None:
-        """Write ``failure.txt``, and show its stderr part unless it was the last output shown."""
+        """Write ``failure.txt``, and show its stderr part unless it was shown a few lines ago."""
         tail = stderr_tail(result)
-        if tail and tail[-1] != self._last_line:  # ranks that failed alike show it as well
+        if tail and tail[-1] not in self._last_lines:  # ranks that failed alike show it as well
             self._output.quote("\n".join(tail))
         self._say(write_failure_report(folder, result, summary))
 

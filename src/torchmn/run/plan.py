@@ -10,6 +10,7 @@ from torchmn.base.errors import TopologyError, UnknownNameError, UnsupportedErro
 from torchmn.cluster.allocation import Allocation, allocation, is_scheduled
 from torchmn.cluster.cpus import available_processors
 from torchmn.cluster.environment_variables import PROFILE_VARIABLE, RECORD_VARIABLE, parse_variable
+from torchmn.cluster.gpus import count_gpus
 from torchmn.cluster.hostlists import Host, parse_hostfile, parse_hosts, select_hosts
 from torchmn.cluster.launcher_env import LauncherInfo, read_launcher_env
 from torchmn.cluster.network import is_this_host
@@ -18,6 +19,7 @@ from torchmn.control.job_secret import given_secret
 from torchmn.control.rank_claim import claimed_by
 from torchmn.record.profile_request import ProfileRequest, is_record_off
 from torchmn.run.backend import BACKENDS, choose_backend, this_machine
+from torchmn.run.console import ConsoleFilter
 from torchmn.run.elastic.job import ElasticJob, parse_elastic
 from torchmn.run.elastic.rendezvous_state import Limits
 from torchmn.run.job import FAILURE_GRACE_S, SIGNAL_GRACE_S, THIS_HOST, Backend, Job, Launcher
@@ -37,12 +39,14 @@ def _option(
     metavar: str | None = None,
     values: tuple[str, ...] = (),
     default: Any = None,
+    **more: object,
 ) -> Any:
     """Declare a dataclass field as an option of `torchmn run`.
 
-    ``text`` is the help text; without ``flags`` the option is named as the field.
+    ``text`` is the help text; without ``flags`` the option is named as the field. ``more`` is
+    described in `torchmn.cli.options`.
     """
-    metadata = {"help": text, "flags": flags, "metavar": metavar, "values": values}
+    metadata = {"help": text, "flags": flags, "metavar": metavar, "values": values, **more}
     return field(default=default, metadata=metadata)
 
 
@@ -60,12 +64,22 @@ class RunOptions:
     script: str = ""
     launcher_args: tuple[str, ...] = ()
     num_ranks: int | None = _option(
-        "Number of ranks (default: all slots of the hosts, or 1).", "-n"
+        "Number of ranks, or gpu, cpu or auto: one for each GPU or core of this host (default: all "
+        "slots of the hosts, else its GPUs, else 1).",
+        "-n",
+        metavar="N",
+        is_text=True,
     )
     hostfile: Path | None = _option("File with a line NAME slots=N for each host.")
     hosts: str | None = _option("Hosts and slots, such as a:4,b:2.")
     num_nodes: int | None = _option("Number of hosts.", "--nodes")
-    per_node: int | None = _option("Number of ranks on each host.")
+    per_node: int | None = _option(
+        "Number of ranks on each host, or gpu, cpu or auto.",
+        *("--per-node", "--nproc-per-node"),
+        metavar="N",
+        is_text=True,
+        variable="PET_NPROC_PER_NODE",
+    )
     launcher: str = _option(
         "Launcher: auto, local, mpirun, torchrun, srun or ssh; after it arguments for it, as in "
         "'mpirun --mca pml ^yalla'.",
@@ -83,12 +97,14 @@ class RunOptions:
     )
     log_dir: Path | None = _option(
         "Folder in which this run makes its own for rank0.log, rank0.exit.json, ... "
-        "(default: torchmn-logs)."
+        "(default: torchmn-logs).",
+        variable="PET_LOG_DIR",
     )
     grace_s: float | None = _option(
         "Seconds between terminating a rank and killing it (default: 5 when the job fails, 30 "
         "after SIGTERM, in a scheduler's job as long as that gives).",
-        "--grace",
+        *("--grace", "--shutdown-timeout"),
+        variable="PET_SHUTDOWN_TIMEOUT",
     )
     profile: str | None = _option(
         "Profile these steps of all ranks, or all functions (cProfile). In NAME, of the files, %h, "
@@ -100,16 +116,22 @@ class RunOptions:
         "120).",
         metavar="MIN:MAX[:SECONDS]",
     )
-    max_restarts: int | None = _option("Elastic: maximum restarts after a failure (default: 3).")
-    master_addr: str | None = _option("Elastic: address of the launcher, where other hosts join.")
-    master_port: int | None = _option(f"Elastic: port of that address (default: {MEETING_PORT}).")
-    node_rank: int | None = _option("Elastic: place of this host in the order of ranks.")
+    max_restarts: int | None = _option(
+        "Maximum restarts of all ranks after a failure (default: 3 with --elastic, else 0).",
+        variable="PET_MAX_RESTARTS",
+    )
     preemption: str = _option(
         "How a host finds out that it will be preempted: aws, gcp or azure for the address of the "
         "cloud, or a file that then appears.",
         metavar="CLOUD|FILE",
         default="",
     )
+    # How hosts that are started one by one meet, see `torchmn.run.torchrun_options`.
+    master_addr: str | None = None
+    master_port: int | None = None
+    node_rank: int | None = None
+    has_fixed_hosts: bool = False  # their number is fixed: the job ends with any of them
+    shown: ConsoleFilter = ConsoleFilter()
 
     def environment(self, env: Mapping[str, str]) -> dict[str, str]:
         """Return ``env`` with the variables of ``-x`` and ``--profile``. Raises UsageError."""
@@ -161,6 +183,7 @@ class RunOptions:
             preemption=checked_source(self.preemption),
             grace_s=FAILURE_GRACE_S if self.grace_s is None else self.grace_s,
             signal_grace_s=signal_grace_s if self.grace_s is None else self.grace_s,
+            shown=self.shown,
         )
 
 
@@ -178,6 +201,8 @@ def detect_existing_rank(options: RunOptions, env: Mapping[str, str]) -> Launche
     ... ).rank
     1
     """
+    if options.master_addr is not None:  # the variables may be those of a pod, or of one task a node
+        return None
     place = read_launcher_env(env)
     if place is None or place.known_size in (None, 1) or claimed_by(env) is not None:
         return None
@@ -204,10 +229,8 @@ def plan_job(options: RunOptions, env: Mapping[str, str]) -> tuple[Job, str]:
     """
     if options.launcher not in LAUNCHERS:
         raise UnknownNameError("launcher", options.launcher, LAUNCHERS)
-    if options.max_restarts is not None:
-        raise UsageError("--max-restarts requires --elastic MIN:MAX.")
     given = None if options.names_hosts else allocation(env)
-    hosts = assign_slots(options, given)
+    hosts = assign_slots(options, given, num_gpus=count_gpus(env))
     is_remote = not all(is_this_host(host.name) for host in hosts)
     has_srun = shutil.which("srun", path=env.get("PATH")) is not None
     is_slurm = given is not None and given.scheduler == "Slurm" and is_remote and has_srun
@@ -240,6 +263,18 @@ def _warning(num_ranks: int, num_cores: int) -> str:
     )
 
 
+def as_elastic(options: RunOptions, env: Mapping[str, str]) -> RunOptions:
+    """Return options with ``elastic``, for all their hosts, if they ask for restarts only.
+
+    >>> as_elastic(RunOptions(argv=("python", "train.py"), num_ranks=2, max_restarts=3), {}).elastic
+    '1:1'
+    """
+    if options.elastic is not None or not options.max_restarts:
+        return options
+    hosts = assign_slots(options, None if options.names_hosts else allocation(env))
+    return replace(options, elastic=f"{len(hosts)}:{len(hosts)}")
+
+
 def plan_elastic(options: RunOptions, env: Mapping[str, str]) -> tuple[ElasticJob, str]:
     """Plan a job with ``--elastic``, which survives the loss of hosts, as `plan_job` does.
 
@@ -267,9 +302,10 @@ def plan_elastic(options: RunOptions, env: Mapping[str, str]) -> tuple[ElasticJo
         raise UnsupportedError(
             "Arguments of --launcher have no effect with --elastic: leave them out."
         )
-    given = None if options.names_hosts else allocation(env)
-    hosts = assign_slots(options, given)
-    if max_hosts > len(hosts) and options.master_addr is None:
+    starts_all = options.master_addr is None
+    given = allocation(env) if starts_all and not options.names_hosts else None
+    hosts = assign_slots(options, given, num_gpus=count_gpus(env))
+    if max_hosts > len(hosts) and starts_all:
         has_list = given is not None or options.names_hosts
         largest = f"--elastic {min(min_hosts, len(hosts))}:{len(hosts)}"
         cure = f"Use {largest}, or name more hosts."
@@ -290,7 +326,7 @@ def plan_elastic(options: RunOptions, env: Mapping[str, str]) -> tuple[ElasticJo
     is_remote = not all(is_this_host(host.name) for host in hosts)
     backend, reasons = _backend(options, "ssh", env, hosts, given, is_remote=is_remote)
     job = options.job(hosts, "ssh" if is_remote else "local", backend, env)
-    if options.master_addr is None:
+    if starts_all:
         return ElasticJob(job=job, limits=limits), reasons
     secret = given_secret(env, "--master-addr")
     return (
@@ -312,8 +348,12 @@ def meeting_place(options: RunOptions) -> tuple[str, int]:
     return options.master_addr or "", port
 
 
-def assign_slots(options: RunOptions, given: Allocation | None) -> tuple[Host, ...]:
+def assign_slots(
+    options: RunOptions, given: Allocation | None, *, num_gpus: int = 0
+) -> tuple[Host, ...]:
     """Return the hosts with the number of ranks on each; this host if none are given.
+
+    This host, which has ``num_gpus``, gets a rank for each GPU, or one, if no number is given.
 
     Raises UsageError: the options contradict each other, or the host file cannot be read.
     """
@@ -341,14 +381,15 @@ def assign_slots(options: RunOptions, given: Allocation | None) -> tuple[Host, .
         return select_hosts(given.hosts_for(options.num_threads), **wanted)
     if (options.num_nodes or 1) > 1:
         raise UsageError(
-            f"--nodes {options.num_nodes} needs a list of hosts: use --hostfile or --hosts, or "
-            "start it in a job of PBS, Slurm or Grid Engine."
+            f"--nodes {options.num_nodes} needs a list of hosts: use --hostfile or --hosts, start "
+            "it in a job of PBS, Slurm or Grid Engine, or start it on each host with --nnodes "
+            f"{options.num_nodes} --node-rank K --master-addr ADDRESS."
         )
     if None not in (options.num_ranks, options.per_node) and options.num_ranks != options.per_node:
         raise UsageError(
             f"-n {options.num_ranks} contradicts --per-node {options.per_node} on one host."
         )
-    slots = max(1, options.num_ranks or options.per_node or 1)
+    slots = max(1, options.num_ranks or options.per_node or num_gpus or 1)
     return select_hosts([Host(name=THIS_HOST, slots=slots)], **wanted)
 
 

@@ -13,6 +13,7 @@ from contextlib import closing
 
 from torchmn.base.errors import LaunchError
 from torchmn.base.terminal import say
+from torchmn.cluster.gpus import count_gpus
 from torchmn.cluster.network import is_this_host
 from torchmn.cluster.units import counted
 from torchmn.control.job_secret import given_secret
@@ -45,7 +46,7 @@ def join_job(options: RunOptions, env: Mapping[str, str]) -> int:
     """
     host, port = meeting_place(options)
     secret = given_secret(env, "--master-addr")
-    slots = sum(each.slots for each in assign_slots(options, None))
+    slots = sum(each.slots for each in assign_slots(options, None, num_gpus=count_gpus(env)))
     _, _, limit_s = parse_elastic(options.elastic or "1:1")
     here = socket.gethostname()
     job = Job(argv=options.argv, num_ranks=slots, backend="gloo", log_dir=options.log_folder)
