@@ -251,7 +251,9 @@ class GlobalSampler(PassSampler):
     def _started(self, one_pass: LoaderPass) -> None:
         # The DataLoader of a loop with workers requests two iterators before it draws.
         last = self._pass
-        self.shares.begin_pass(has_trained=last is not None and last.has_ended and last.num_parts > 0)
+        self.shares.begin_pass(
+            has_trained=last is not None and last.has_ended and last.num_parts > 0
+        )
         self._is_ahead = not one_pass.is_of_loader and last is not None and last.num_drawn == 0
         self._start = self._reached(is_left=True)
         self._num_steps_before = training_steps(self._comm).count

@@ -239,6 +239,8 @@ class Agent:
         if problem:
             self._channel.post(LogWarning(text=problem))
             return
+        self._notices.close()
+        self._notices = None
         notice = PreemptionNotice(text=text)
         self._link.post(notice)
         self._channel.post(notice)

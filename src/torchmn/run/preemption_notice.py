@@ -190,6 +190,10 @@ class NoticeWatcher:
         is_notice, text = json.loads(self._reader.recv(1 << 16))
         return (text, "") if is_notice else ("", text)
 
+    def close(self) -> None:
+        """Read nothing more; a notice that comes later is lost."""
+        self._reader.close()
+
     def _run(self) -> None:
         pause_s, has_failed = self._source.period_s, False
         while True:
@@ -204,6 +208,7 @@ class NoticeWatcher:
                     self._report(False, f"{where} does not answer: {error}. It is asked again.")
             if notice:
                 self._report(True, notice)
+                self._writer.close()
                 return
             time.sleep(pause_s)
 
@@ -224,12 +229,16 @@ def _fetch(
 ) -> tuple[str, Mapping[str, str]]:
     """Return text and headers of an answer. No proxy is used: the host itself answers."""
     from http.client import HTTPException  # here, because few jobs need it
+    from urllib.error import HTTPError
     from urllib.request import ProxyHandler, Request, build_opener
 
     request = Request(address, headers=headers, method=method)
     try:
         with build_opener(ProxyHandler({})).open(request, timeout=limit_s) as answer:
             return answer.read(1 << 20).decode(errors="replace"), answer.headers
+    except HTTPError as error:
+        error.close()  # it is the answer, with an open connection
+        raise
     except HTTPException as error:
         raise OSError(f"no answer of HTTP ({error!r})") from None
 

@@ -6,7 +6,6 @@ The hosts are network namespaces (`tests.netlab`), each of which runs the same c
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -95,7 +94,9 @@ class TestJoining:
         assert second.end() == 0, second.text
         assert "continuing" not in first.text
         (binding,) = tmp_path.glob("logs/2*/round1/binding.txt")
-        assert re.search(r"rank 0 on n1.*\n?rank 1 on n0|rank 1 on n0.*\nrank 0 on n1", binding.read_text())
+        assert re.search(
+            r"rank 0 on n1.*\n?rank 1 on n0|rank 1 on n0.*\nrank 0 on n1", binding.read_text()
+        )
         assert left_of(first) == []
 
     def test_another_secret(self, lab: Lab, tmp_path: Path) -> None:
@@ -220,7 +221,9 @@ def test_a_script_without_preemption_is_left_alone(runner: Runner) -> None:
 
 def test_the_address_of_a_cloud_that_is_not_there(runner: Runner) -> None:
     script = runner.script('import time; time.sleep(0.5); print("ends")')
-    done = runner.run("-n", "2", "--backend", "gloo", "--preemption", "gcp=http://127.0.0.1:1", script)
+    done = runner.run(
+        "-n", "2", "--backend", "gloo", "--preemption", "gcp=http://127.0.0.1:1", script
+    )
     assert done.returncode == 0
     assert done.stdout.count("ends") == 2
     assert done.stderr.count("does not answer") == 1

@@ -190,6 +190,7 @@ def test_an_address_that_does_not_answer_is_reported_once(
     assert not select.select([watcher], [], [], 0)[0]
     cloud.answers[path] = (200, '{"action": "stop", "time": "soon"}')
     assert next_of(watcher) == ("AWS will stop it at soon", "")
+    watcher.close()
 
 
 def test_a_host_that_has_a_notice_already(tmp_path: Path) -> None:

@@ -12,14 +12,13 @@ from torchmn.cluster.environment_variables import (
     SUPERVISOR_VARIABLE,
     TRANSPORT_VARIABLE,
 )
+from torchmn.cluster.network import is_this_host
 from torchmn.control.codec import encode
 from torchmn.control.messages import JobOrder
-from torchmn.cluster.network import is_this_host
 from torchmn.run.elastic.host_main import RunHost
 from torchmn.run.elastic.rendezvous_state import JOIN_TIMEOUT_S, Limits
 from torchmn.run.job import Command, Job
 from torchmn.run.starters.remote import is_carried, remote_shell_name, to_host
-
 
 # What agents must have from the launcher; `torchmn.run.rank_environment.worker_environment` sets it.
 _ORDERED = (BACKEND_VARIABLE, HOSTS_VARIABLE, PROFILE_VARIABLE, TRANSPORT_VARIABLE)

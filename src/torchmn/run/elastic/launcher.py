@@ -207,7 +207,7 @@ class ElasticLauncher:
         After SIGTERM the ranks of the round first have time to save.
         """
         by, ranks = self._owner.interrupted_by, self._ranks
-        if ranks is not None and ranks.has_saved and not self._state.has_leavers:
+        if ranks is not None and ranks.has_saved and not self._state.will_continue:
             return True
         if by != signal.SIGTERM or ranks is None or ranks.leave_by is None:
             return by is not None

@@ -176,9 +176,12 @@ class RendezvousState:
         self._start_if_complete(now)
 
     @property
-    def has_leavers(self) -> bool:
-        """Whether a host of this round has announced that it will leave the job."""
-        return bool(self._leavers)
+    def will_continue(self) -> bool:
+        """Whether another round follows if the ranks of this one save and exit now.
+
+        So it is if a host will leave the job, or if they were told to end for another round.
+        """
+        return bool(self._leavers) or (self._phase == "gathering" and self._number > 0)
 
     def on_host_leaving(self, host: str, why: str) -> None:
         """Handle that a host will leave: it is in no further round."""

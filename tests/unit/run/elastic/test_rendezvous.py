@@ -27,7 +27,6 @@ from torchmn.run.elastic.rendezvous_state import (
     UserMessage,
 )
 
-
 ORDER = JobOrder(
     cwd="/", script="", grace_s=5.0, signal_grace_s=30.0, preemption="", env={"A": "1"}
 )

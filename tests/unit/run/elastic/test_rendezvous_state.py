@@ -323,7 +323,7 @@ def test_a_host_that_leaves_is_in_no_further_round() -> None:
     play.join("b")
     assert names(play.round()) == ["a", "b"]
     play.rounds.on_host_leaving("b", "AWS takes it")
-    assert play.rounds.has_leavers
+    assert play.rounds.will_continue
     assert play.decided(UserMessage) == UserMessage(text="b leaves: AWS takes it.")
     play.arrive("a")
     play.arrive("b")
@@ -332,7 +332,7 @@ def test_a_host_that_leaves_is_in_no_further_round() -> None:
     (found,) = [each for each in decisions if isinstance(each, Round)]
     assert names(found) == ["a"]
     assert (found.num_restarts, found.reason) == (0, "b leaves: AWS takes it")
-    assert not play.rounds.has_leavers
+    assert not play.rounds.will_continue
     play.lose("b")
     assert play.decided(HostLost) == HostLost(host="b", text="AWS takes it", has_left=True)
     play.join("b")
@@ -364,4 +364,4 @@ def test_a_host_that_cannot_run_the_job_disturbs_nobody() -> None:
     play.rounds.on_host_leaving("b", "there is no folder /x")
     play.lose("b")
     assert not play.rounds.drain_messages()
-    assert not play.rounds.has_leavers
+    assert not play.rounds.will_continue

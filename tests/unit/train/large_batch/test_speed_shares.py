@@ -92,7 +92,9 @@ def test_noise_does_not_move_them() -> None:
     numbers = random.Random(1)
     noisy = follow([32, 32], lambda _, num: num * numbers.uniform(0.98, 1.02), 100)
     assert noisy[-1] == [32, 32]
-    settled = follow([32, 32], lambda rank, num: num * (1 + rank) * numbers.uniform(0.98, 1.02), 100)
+    settled = follow(
+        [32, 32], lambda rank, num: num * (1 + rank) * numbers.uniform(0.98, 1.02), 100
+    )
     assert len({tuple(shares) for shares in settled[20:]}) <= 2
     assert 40 <= settled[-1][0] <= 45
 
@@ -145,9 +147,7 @@ class Training:
         self.optimizer = create_multi_node_optimizer(inner, comm, self.model, **more)
         self.batch = GlobalBatch(options.pop("global_batch", 24), comm=comm, **options)
         self.sampler = self.batch.sampler(NUM_SAMPLES, seed=5)
-        plain = DataLoader(
-            TensorDataset(X, Y), batch_sampler=self.sampler, num_workers=num_workers
-        )
+        plain = DataLoader(TensorDataset(X, Y), batch_sampler=self.sampler, num_workers=num_workers)
         self.loader = scatter_loader(plain, comm)
         self.sizes: list[int] = []
         self.slowness = 1 + comm.rank
@@ -302,7 +302,7 @@ def test_what_cannot_be_exact_is_refused(clock: Clock) -> None:
         with pytest.raises(UsageError, match="by which SGD does not weight them"):
             [*batch.micro_batches(x, sgd)]
         averaging = create_multi_node_optimizer(
-            sgd, comm, model, schedule=PeriodicAverage(period_steps=2)
+            sgd, comm, model, schedule=PeriodicAverage(16)
         )
         with pytest.raises(UsageError, match=r"periodic_average: each rank steps.*every_step"):
             [*batch.micro_batches(x, averaging)]
