@@ -134,7 +134,7 @@ class AgentSession(RankSession):
         elif isinstance(message, PreemptionNotice):
             self._output.say(f"{record.host} will be preempted: {message.text}.")
         elif isinstance(message, LogWarning):
-            self._output.say(f"rank {record.rank}: {message.text}")
+            self._output.say_once(f"rank {record.rank}: {message.text}")
         else:
             super().on_message(connection, message)
 
