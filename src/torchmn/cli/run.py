@@ -57,6 +57,7 @@ def run(
     in "[0] ...", and written to a log file per rank. When a rank fails, all others are terminated,
     and this command exits with the exit code of that rank. The options of torchrun are accepted.
     """
+    from torchmn.run.elastic.join import is_launcher, join_job
     from torchmn.run.rank_environment import run_as_rank
     from torchmn.run.start import dry_run, dry_run_elastic, run_elastic_job, run_job
 
@@ -87,6 +88,8 @@ def run(
     if existing is not None:
         run_as_rank(request.argv, env, existing)
     request = as_elastic(request, env)
+    if request.elastic is not None and not is_launcher(request) and not is_dry:
+        raise typer.Exit(join_job(request, env))
     if request.elastic is not None:
         elastic_job, why = plan_elastic(request, env)
         if is_dry:

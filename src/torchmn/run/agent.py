@@ -35,6 +35,7 @@ from torchmn.control.messages import (
     HeartbeatRequest,
     LogWarning,
     Message,
+    PreemptionNotice,
     ScriptStarted,
     Shown,
     StartScript,
@@ -55,6 +56,7 @@ from torchmn.control.processes import (
 )
 from torchmn.control.script_connection import ScriptLink
 from torchmn.run.monitor.bootstrap import with_bootstrap
+from torchmn.run.preemption_notice import NoticeWatcher
 from torchmn.run.script_input import open_input
 from torchmn.run.script_output import ScriptOutput
 
@@ -108,6 +110,7 @@ class Agent:
         self._end_leftovers_at: float | None = None
         self._kill_leftovers_at = 0.0
         self._link = ScriptLink(self._on_script_message)
+        self._notices: NoticeWatcher | None = None
 
     def run(self, env: Mapping[str, str]) -> int:
         """Run the script to its end, report how it ended, and return its exit code."""
@@ -159,6 +162,9 @@ class Agent:
         if stdin != subprocess.DEVNULL:
             os.close(stdin)
         self._script_pid = process.pid
+        # Its thread begins after the fork. One rank of a host is enough: all save if one must.
+        if self._order.preemption and self._place[0] == 0:
+            self._notices = NoticeWatcher(self._order.preemption)
         self._link.script_started(process.pid)
         process.returncode = 0  # this class reaps; without it Popen would warn
         if process.stdout is not None and process.stderr is not None:
@@ -197,6 +203,8 @@ class Agent:
                 if self._channel.pending_bytes:
                     events |= selectors.EVENT_WRITE
                 selector.register(self._channel, events, self._on_messages)
+            if self._notices is not None:
+                selector.register(self._notices, selectors.EVENT_READ, self._on_notice)
             self._output.register(selector)
             for key, _ in selector.select(self._timeout_s()):
                 key.data()
@@ -229,6 +237,19 @@ class Agent:
                 self._forward(number, "system")
             elif number in _ENDING_SIGNALS:
                 self._terminate(number, "outside")
+
+    def _on_notice(self) -> None:
+        """Tell the script and the supervisor that this host will be preempted."""
+        assert self._notices is not None  # noqa: S101 - it has called this
+        text, problem = self._notices.read()
+        if problem:
+            self._channel.post(LogWarning(text=problem))
+            return
+        self._notices.close()
+        self._notices = None
+        notice = PreemptionNotice(text=text)
+        self._link.post(notice)
+        self._channel.post(notice)
 
     def _on_messages(self) -> None:
         self._channel.flush()

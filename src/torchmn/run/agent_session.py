@@ -24,6 +24,7 @@ from torchmn.control.messages import (
     LogWarning,
     Message,
     Output,
+    PreemptionNotice,
     Refresh,
     ScriptStarted,
     Shown,
@@ -113,6 +114,7 @@ class AgentSession(RankSession):
                     log_dir=str(self.log_dir.absolute()),
                     grace_s=job.grace_s,
                     signal_grace_s=job.signal_grace_s,
+                    preemption=job.preemption,
                     wants_refreshes=self._output.shows_bars,
                     script=job.script,
                     env={**own, **rendezvous, **of_terminal},
@@ -137,8 +139,10 @@ class AgentSession(RankSession):
         elif isinstance(message, AwaitsInput):
             super().on_message(connection, message)
             self._output.prompting = record.rank if message.begins else None
+        elif isinstance(message, PreemptionNotice):
+            self._output.say(f"{record.host} will be preempted: {message.text}.")
         elif isinstance(message, LogWarning):
-            self._output.say(f"rank {record.rank}: {message.text}")
+            self._output.say_once(f"rank {record.rank}: {message.text}")
         else:
             super().on_message(connection, message)
             if record.has_ended and self._output.prompting == record.rank:

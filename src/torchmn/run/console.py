@@ -82,6 +82,7 @@ class RankOutput:
         self._thread: threading.Thread | None = None
         self._is_ending = False
         self.is_closed = False
+        self._said: set[str] = set()
 
     @property
     def shows_bars(self) -> bool:
@@ -128,6 +129,12 @@ class RankOutput:
     def say(self, text: str) -> None:
         """Write a message of torchmn itself."""
         self._write("err", f"torchmn: {text}\n")
+
+    def say_once(self, text: str) -> None:
+        """Write a message of torchmn itself, unless it was written so before."""
+        if text not in self._said:
+            self._said.add(text)
+            self.say(text)
 
     def quote(self, text: str) -> None:
         """Write text unchanged to standard error."""

@@ -39,7 +39,8 @@ class Job:
     time between asking a rank to end and killing it is ``grace_s``; after SIGTERM from outside it
     is ``signal_grace_s``, ``None`` to leave that to the scheduler. Each run makes a folder of its
     own in ``log_dir``. ``shown`` says which output is shown. ``warning`` is what the launcher says
-    besides its first line, if anything.
+    besides its first line, if anything. ``preemption`` is where hosts find out that they will be
+    preempted, see `torchmn.run.preemption_notice`.
 
     >>> from torchmn.run.plan import RunOptions, plan_job
     >>> job, _ = plan_job(RunOptions(argv=("python", "train.py"), num_ranks=2), {})
@@ -62,6 +63,7 @@ class Job:
     signal_grace_s: float | None = SIGNAL_GRACE_S
     shown: ConsoleFilter = ConsoleFilter()
     warning: str = ""
+    preemption: str = ""
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1:

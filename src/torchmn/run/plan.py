@@ -15,6 +15,7 @@ from torchmn.cluster.hostlists import Host, parse_hostfile, parse_hosts, select_
 from torchmn.cluster.launcher_env import LauncherInfo, read_launcher_env
 from torchmn.cluster.network import is_this_host
 from torchmn.cluster.units import counted
+from torchmn.control.job_secret import given_secret
 from torchmn.control.rank_claim import claimed_by
 from torchmn.record.profile_request import ProfileRequest, is_record_off
 from torchmn.run.backend import BACKENDS, choose_backend, this_machine
@@ -23,9 +24,12 @@ from torchmn.run.elastic.job import ElasticJob, parse_elastic
 from torchmn.run.elastic.rendezvous_state import Limits
 from torchmn.run.job import FAILURE_GRACE_S, SIGNAL_GRACE_S, THIS_HOST, Backend, Job, Launcher
 from torchmn.run.monitor.job_result import LOG_DIR
+from torchmn.run.preemption_notice import checked_source
 from torchmn.run.starters.mpirun import problem_between_hosts
 
 _THREADS = "OMP_NUM_THREADS="
+MEETING_PORT = 29500
+"""The port at which hosts join by default, as torchrun's."""
 LAUNCHERS = ("auto", "local", "mpirun", "torchrun", "srun", "ssh")
 
 
@@ -116,6 +120,12 @@ class RunOptions:
         "Maximum restarts of all ranks after a failure (default: 3 with --elastic, else 0).",
         variable="PET_MAX_RESTARTS",
     )
+    preemption: str = _option(
+        "How a host finds out that it will be preempted: aws, gcp or azure for the address of the "
+        "cloud, or a file that then appears.",
+        metavar="CLOUD|FILE",
+        default="",
+    )
     # How hosts that are started one by one meet, see `torchmn.run.torchrun_options`.
     master_addr: str | None = None
     master_port: int | None = None
@@ -146,6 +156,11 @@ class RunOptions:
         return (*self.exported, *own)
 
     @property
+    def log_folder(self) -> Path:
+        """The folder in which the run makes its own."""
+        return self.log_dir or LOG_DIR
+
+    @property
     def names_hosts(self) -> bool:
         """Whether the options name the hosts, which otherwise are those of a scheduler's job."""
         return self.hosts is not None or self.hostfile is not None
@@ -164,7 +179,8 @@ class RunOptions:
             launcher_args=self.launcher_args,
             exported=tuple(text.partition("=")[0] for text in self._all_exported),
             backend=backend,
-            log_dir=self.log_dir or LOG_DIR,
+            log_dir=self.log_folder,
+            preemption=checked_source(self.preemption),
             grace_s=FAILURE_GRACE_S if self.grace_s is None else self.grace_s,
             signal_grace_s=signal_grace_s if self.grace_s is None else self.grace_s,
             shown=self.shown,
@@ -286,14 +302,16 @@ def plan_elastic(options: RunOptions, env: Mapping[str, str]) -> tuple[ElasticJo
         raise UnsupportedError(
             "Arguments of --launcher have no effect with --elastic: leave them out."
         )
-    given = None if options.names_hosts else allocation(env)
+    starts_all = options.master_addr is None
+    given = allocation(env) if starts_all and not options.names_hosts else None
     hosts = assign_slots(options, given, num_gpus=count_gpus(env))
-    if max_hosts > len(hosts):
+    if max_hosts > len(hosts) and starts_all:
         has_list = given is not None or options.names_hosts
         largest = f"--elastic {min(min_hosts, len(hosts))}:{len(hosts)}"
         cure = f"Use {largest}, or name more hosts."
         if not has_list:
             cure = f"Name them with --hosts or --hostfile; without a list there is only {largest}."
+        cure += " Or let others join: give --master-addr, an address of this host that they reach."
         raise UsageError(
             f"--elastic {options.elastic} asks for up to {max_hosts} hosts, but there are "
             f"{len(hosts)}. {cure}"
@@ -308,7 +326,26 @@ def plan_elastic(options: RunOptions, env: Mapping[str, str]) -> tuple[ElasticJo
     is_remote = not all(is_this_host(host.name) for host in hosts)
     backend, reasons = _backend(options, "ssh", env, hosts, given, is_remote=is_remote)
     job = options.job(hosts, "ssh" if is_remote else "local", backend, env)
-    return ElasticJob(job=job, limits=limits), reasons
+    if starts_all:
+        return ElasticJob(job=job, limits=limits), reasons
+    secret = given_secret(env, "--master-addr")
+    return (
+        ElasticJob(
+            job=replace(job, secret=secret),
+            limits=limits,
+            meeting=meeting_place(options),
+            node_rank=options.node_rank or 0,
+        ),
+        reasons,
+    )
+
+
+def meeting_place(options: RunOptions) -> tuple[str, int]:
+    """Return address and port at which hosts join. Raises UsageError: there can be no such port."""
+    port = MEETING_PORT if options.master_port is None else options.master_port
+    if not 0 < port < 1 << 16:
+        raise UsageError(f"--master-port must be from 1 to 65535, got {port}.")
+    return options.master_addr or "", port
 
 
 def assign_slots(

@@ -129,8 +129,12 @@ def run_elastic_job(elastic: ElasticJob, env: Mapping[str, str], *, why: str = "
         f"with {elastic.job.backend}{f' ({why})' if why else ''} on "
         f"{', '.join(map(str, elastic.job.hosts))}, logs in {elastic.job.log_dir}"
     )
+    address = elastic.meeting[0] if elastic.meeting else _address_for(elastic.job)
+    if elastic.meeting:
+        place = ":".join(map(str, elastic.meeting))
+        output.say(f"hosts that know the secret may join at {place}")
     output.start()
-    status = ElasticLauncher(elastic, output, _address_for(elastic.job), base).run()
+    status = ElasticLauncher(elastic, output, address, base).run()
     _say_profile(elastic.job, env)
     return status
 
@@ -157,8 +161,9 @@ def dry_run_elastic(elastic: ElasticJob, env: Mapping[str, str]) -> str:
     True
     """
     base = worker_environment(elastic.job, env)
-    addresses = {"rendezvous": "HOST:PORT", "supervisor": "HOST:PORT"}
-    commands = [host_process(elastic, base, host.name, **addresses) for host in elastic.job.hosts]
+    commands = [
+        host_process(elastic, base, host.name, rendezvous="HOST:PORT") for host in elastic.job.hosts
+    ]
     return _shown(elastic.job, env, commands)
 
 

@@ -44,6 +44,7 @@ from torchmn.control.messages import (
     Leaving,
     Message,
     Overdue,
+    PreemptionNotice,
     StatusReply,
     StatusRequest,
     Terminate,
@@ -205,6 +206,8 @@ class ScriptMonitor(Observer):
                             script_stack=of_script[-_MAX_CHARS:],
                         )
                     )
+                elif isinstance(message, PreemptionNotice):
+                    self.notice = message.text
                 elif isinstance(message, Terminate):
                     self._must_end.set()
             self.look_for_hang()
