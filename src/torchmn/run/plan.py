@@ -322,6 +322,7 @@ def plan_elastic(options: RunOptions, env: Mapping[str, str]) -> tuple[ElasticJo
         grace_s=FAILURE_GRACE_S if options.grace_s is None else options.grace_s,
         max_restarts=3 if options.max_restarts is None else options.max_restarts,
         join_timeout_s=join_timeout_s,
+        is_fixed=options.has_fixed_hosts,
     )
     is_remote = not all(is_this_host(host.name) for host in hosts)
     backend, reasons = _backend(options, "ssh", env, hosts, given, is_remote=is_remote)

@@ -124,15 +124,23 @@ def run_elastic_job(elastic: ElasticJob, env: Mapping[str, str], *, why: str = "
     base = worker_environment(elastic.job, env)
     elastic = replace(elastic, job=make_log_folder(elastic.job))
     output, limits = RankOutput(*open_standard_streams()), elastic.limits
+    num_hosts = f"{limits.min_hosts} to {limits.max_hosts}"
+    if limits.is_fixed or limits.min_hosts == limits.max_hosts:
+        num_hosts = str(limits.max_hosts)
+    of_hosts = "" if elastic.meeting else f" of {len(elastic.job.hosts)}"
     output.say(
-        f"{limits.min_hosts} to {limits.max_hosts} of {counted(len(elastic.job.hosts), 'host')} "
+        f"{num_hosts}{of_hosts} {'host' if num_hosts == '1' else 'hosts'} "
         f"with {elastic.job.backend}{f' ({why})' if why else ''} on "
         f"{', '.join(map(str, elastic.job.hosts))}, logs in {elastic.job.log_dir}"
     )
     address = elastic.meeting[0] if elastic.meeting else _address_for(elastic.job)
     if elastic.meeting:
         place = ":".join(map(str, elastic.meeting))
-        output.say(f"hosts that know the secret may join at {place}")
+        if limits.is_fixed:
+            limit_s = f"{limits.join_timeout_s:g} s"
+            output.say(f"waiting at {place} for the other hosts, for up to {limit_s}")
+        else:
+            output.say(f"hosts that know the secret may join at {place}")
     output.start()
     status = ElasticLauncher(elastic, output, address, base).run()
     _say_profile(elastic.job, env)

@@ -14,7 +14,7 @@ from contextlib import closing
 from torchmn.base.errors import LaunchError
 from torchmn.base.terminal import say
 from torchmn.cluster.gpus import count_gpus
-from torchmn.cluster.network import is_this_host
+from torchmn.cluster.network import is_this_host, own_routes
 from torchmn.cluster.units import counted
 from torchmn.control.job_secret import given_secret
 from torchmn.run.elastic.host_main import RunHost, take_part
@@ -68,6 +68,11 @@ def join_job(options: RunOptions, env: Mapping[str, str]) -> int:
     return 1 if text else 0
 
 
+def _own_addresses() -> str:
+    found = [route.address for route in own_routes() if not route.is_loopback]
+    return ", ".join(found) or "no other than its own loopback"
+
+
 def _wait_for_launcher(host: str, port: int, limit_s: float) -> None:
     """Return when something listens there, as hosts may start in any order. Raises LaunchError."""
     deadline = time.monotonic() + limit_s
@@ -80,6 +85,7 @@ def _wait_for_launcher(host: str, port: int, limit_s: float) -> None:
                 raise LaunchError(
                     f"{socket.gethostname()} has not reached the launcher at {host}:{port} within "
                     f"{limit_s:g} s: {error.strerror or error}. Run the same command on the host "
-                    "with that address, and let the hosts' firewalls pass their network."
+                    f"with that address (this one has {_own_addresses()}), and let the hosts' "
+                    "firewalls pass their network."
                 ) from None
         time.sleep(_PAUSE_S)

@@ -60,7 +60,11 @@ class ElasticLauncher:
         self._meeting_address = channels.address_of(meeting)
         names = [host.name for host in self._job.hosts]
         self._state = RendezvousState(
-            names, elastic.limits, now=self._clock.now, is_open=elastic.meeting is not None
+            names,
+            elastic.limits,
+            now=self._clock.now,
+            is_open=elastic.meeting is not None,
+            own_node_rank=elastic.node_rank,
         )
         self._rendezvous = Rendezvous(
             AuthenticatedListener(meeting, secret=self._job.secret, role=ROLE),

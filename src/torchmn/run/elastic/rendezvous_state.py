@@ -30,7 +30,8 @@ class Limits:
     """Minimum and maximum number of hosts, and of restarts.
 
     A restart after a failure of a rank counts against ``max_restarts``, one because hosts left or
-    joined does not. ``join_timeout_s`` is the time to wait for ``min_hosts``.
+    joined does not. ``join_timeout_s`` is the time to wait for ``min_hosts``. With ``is_fixed`` the
+    job ends when one of its hosts is lost or leaves, and no other one may take its place.
     """
 
     min_hosts: int
@@ -38,6 +39,7 @@ class Limits:
     max_restarts: int = 3
     join_timeout_s: float = JOIN_TIMEOUT_S
     grace_s: float = 5.0
+    is_fixed: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_hosts <= self.max_hosts:
@@ -99,11 +101,19 @@ class RendezvousState:
 
     Ranks are numbered by the ``node_rank`` of their hosts; without one in the order of ``hosts``,
     which the launcher starts. If ``is_open``, others that know the secret may join, and come last.
+    ``own_node_rank`` is that of the launcher's host, if the user has given it one.
     """
 
     def __init__(
-        self, hosts: Sequence[str], limits: Limits, *, now: float, is_open: bool = False
+        self,
+        hosts: Sequence[str],
+        limits: Limits,
+        *,
+        now: float,
+        is_open: bool = False,
+        own_node_rank: int | None = None,
     ) -> None:
+        self._own_node_rank = own_node_rank
         self._started = tuple(hosts)
         self._hosts = list(hosts)  # with those that have joined, in the order of their arrival
         self._is_open = is_open
@@ -165,6 +175,8 @@ class RendezvousState:
             if self._phase == "running":
                 text = f"{host} joined; waiting for the next checkpoint."
                 self._decisions.append(UserMessage(text=text))
+        elif before == "running" and self._leavers and self._limits.is_fixed:
+            self._end("; ".join(self._leavers))
         elif before == "running" and self._leavers:
             self._has_loss = True
             self._gather("; ".join(self._leavers), now)
@@ -181,7 +193,8 @@ class RendezvousState:
 
         So it is if a host will leave the job, or if they were told to end for another round.
         """
-        return bool(self._leavers) or (self._phase == "gathering" and self._number > 0)
+        will_leave = bool(self._leavers) and not self._limits.is_fixed
+        return will_leave or (self._phase == "gathering" and self._number > 0)
 
     def on_host_leaving(self, host: str, why: str) -> None:
         """Handle that a host will leave: it is in no further round."""
@@ -224,7 +237,9 @@ class RendezvousState:
         if host not in self._started:
             self._hosts.remove(host)
         is_done = host_state.state == "finished" or (has_left and host_state.state == "ready")
-        if host in self._members and not is_done:
+        if host in self._members and not is_done and self._limits.is_fixed:
+            self._end(f"{host} {'left' if has_left else 'was lost'}: {host_state.leaves or why}")
+        elif host in self._members and not is_done:
             self._has_loss = True
             self._gather(f"{host} {'left' if has_left else 'was lost'}", now)
         if self._phase == "gathering" and self._number == 0:
@@ -256,9 +271,9 @@ class RendezvousState:
             for name in late:
                 self.on_host_lost(name, f"its ranks did not stop within {stop_s:g} s", now)
         self._start_if_complete(now)
-        if self._phase == "gathering" and now > self._since + self._limits.join_timeout_s:
-            if not self._is_stopping:
-                self._end_for_lack_of_hosts()
+        is_late = now > self._since + self._limits.join_timeout_s
+        if self._phase == "gathering" and is_late and not self._is_stopping:
+            self._end_for_lack_of_hosts()
         return late
 
     # ---- decisions ----------------------------------------------------------------------------
@@ -269,15 +284,21 @@ class RendezvousState:
             return "the job is over"
         if member.host not in self._hosts and not self._is_open:
             return f"the job's hosts are {', '.join(self._hosts)}"
+        if self._limits.is_fixed and (member.node_rank or 0) >= self._limits.max_hosts:
+            return f"--node-rank must be less than --nnodes {self._limits.max_hosts} there"
+        if self._limits.is_fixed and len(self._connected) >= self._limits.max_hosts:
+            return f"the job has its {self._limits.max_hosts} hosts: {', '.join(self._connected)}"
         if member.joins and member.host in self._connected:
             return (
                 f"a host named {member.host} takes part. Give each host another name; if this is "
                 "that host, join again in some seconds, when its old connection is lost"
             )
-        for name, other in self._connected.items():
-            if member.node_rank is not None and member.node_rank == other.member.node_rank:
-                if name != member.host:
-                    return f"{name} has --node-rank {member.node_rank}: give each host another one"
+        if member.joins and member.node_rank is not None:
+            taken = {h.member.node_rank: name for name, h in self._connected.items()}
+            taken.setdefault(self._own_node_rank, self._started[0])
+            if member.node_rank in taken:
+                name = taken[member.node_rank]
+                return f"{name} has --node-rank {member.node_rank}: give each host another one"
         others = {name: host_state.member.versions for name, host_state in self._connected.items()}
         differing = differences({**others, member.host: member.versions})
         return f"{differing}: install the same on all hosts" if differing else ""
@@ -325,8 +346,8 @@ class RendezvousState:
             return
         if self._has_failure and not self._has_loss:
             if self._num_restarts >= self._limits.max_restarts:
-                times = f"all {self._limits.max_restarts} restarts are used up"
-                self._end(f"{'; '.join(self._reasons)}, and {times}")
+                times = f", and all {self._limits.max_restarts} restarts are used up"
+                self._end("; ".join(self._reasons) + times * bool(self._limits.max_restarts))
                 return
             self._num_restarts += 1
         self._start(ready)
@@ -357,10 +378,25 @@ class RendezvousState:
     def _end_for_lack_of_hosts(self) -> None:
         here = [name for name in self._hosts if name in self._connected]
         causes = f"{'; '.join(self._reasons)}; " if self._reasons else ""
+        if self._limits.is_fixed:
+            self._end(f"{causes}{self._describe_missing(here)}")
+            return
         self._end(
             f"{causes}{counted(len(here), 'host')} joined ({', '.join(here) or 'none'}) within "
             f"{self._limits.join_timeout_s:g} s (--elastic MIN:MAX:SECONDS), but at least "
             f"{self._limits.min_hosts} are needed"
+        )
+
+    def _describe_missing(self, here: list[str]) -> str:
+        """Describe which of a fixed number of hosts have not joined in time."""
+        num = self._limits.max_hosts
+        numbers = {self._connected[name].member.node_rank for name in here}
+        missing = [f"--node-rank {i}" for i in range(num) if i not in numbers]
+        absent = f"; {' and '.join(missing)} did not" if None not in numbers else ""
+        return (
+            f"{len(here)} of {num} hosts joined ({', '.join(here) or 'none'}) within "
+            f"{self._limits.join_timeout_s:g} s{absent}. Start the command on each host, and let "
+            "firewalls pass the network between them"
         )
 
     def _end(self, text: str, signum: int = signal.SIGTERM) -> None:
