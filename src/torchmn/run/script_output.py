@@ -222,23 +222,23 @@ class ScriptOutput:
     def refresh(self, *, is_urgent: bool = False) -> None:
         """Send the line that was begun, unless other output waits or is not shown yet.
 
-        A line that changes often, such as a progress bar, is sent once in a while.
+        A progress bar is sent once in a while, another line if it is not completed soon.
         """
         self.refresh_at = None
         if not self.wants_refreshes or self._waiting or (self._num_unshown and not is_urgent):
             return
-        text = next((s.unfinished for s in self._splitters.values() if s.unfinished), "")
+        begun = next((s for s in self._splitters.values() if s.unfinished), None)
+        text = begun.unfinished if begun else ""
         now = time.monotonic()
-        if text == self._refreshed:
+        if begun is None or text == self._refreshed:
             return
-        if now - self._refreshed_at < _REFRESH_PERIOD_S and not is_urgent:
-            self.refresh_at = self._refreshed_at + _REFRESH_PERIOD_S
+        before = self._refreshed_at if begun.is_bar else begun.fed_at
+        if now - before < _REFRESH_PERIOD_S and not is_urgent:
+            self.refresh_at = before + _REFRESH_PERIOD_S
             return
-        self._refreshed = text
-        if text:
-            self._refreshed_at = now
-            self._num_unshown += len(text)
-            self.channel.post(Refresh(text=text))
+        self._refreshed, self._refreshed_at = text, now
+        self._num_unshown += len(text)
+        self.channel.post(Refresh(text=text))
 
 
 # Escape sequences that move the cursor or erase: with several ranks they would overwrite lines of
@@ -260,17 +260,18 @@ class LineSplitter:
 
     A progress bar rewrites its line after carriage returns: only the last state of a finished line
     is kept, and `unfinished` is the state of the line that is being written. Lines of a live
-    display are complete once it is not drawn again. `num_fed` is the number of chunks so far.
+    display are complete once it is not drawn again. `num_fed` is the number of chunks so far,
+    and `fed_at` when the last one came.
     """
 
     def __init__(self) -> None:
         self._rest = b""
         self._num_redrawn = 0  # lines above that of the cursor in the live display
-        self.num_fed = 0
+        self.num_fed, self.fed_at = 0, 0.0
 
     def feed(self, chunk: bytes) -> list[str]:
         """Add a chunk; return the lines that it completes, without line ends."""
-        self.num_fed += 1
+        self.num_fed, self.fed_at = self.num_fed + 1, time.monotonic()
         data, whole = self._rest + chunk, list[bytes]()
         while _HIDE in data:
             before, _, live = data.partition(_HIDE)
@@ -318,6 +319,11 @@ class LineSplitter:
     def unfinished(self) -> str:
         """Current state of the unfinished line; may be empty."""
         return _last_state(self._rest.rpartition(b"\n")[2])
+
+    @property
+    def is_bar(self) -> bool:
+        """Whether the unfinished line is written again and again."""
+        return b"\r" in self._rest or _HIDE in self._rest
 
     def finish(self) -> list[str]:
         """Return the unfinished line, if any, at the end of the stream."""

@@ -50,8 +50,12 @@ class Terminal:
         self.shown = ""
         self._seen = 0
 
-    def expect(self, text: str, limit_s: float = 10) -> str:
-        """Wait until this text is shown after what was expected before; return what was between."""
+    def expect(self, text: str, limit_s: float = 10, *, at_any_place: bool = False) -> str:
+        """Wait until this text is shown after what was expected before; return what was between.
+
+        ``at_any_place``: before that as well.
+        """
+        self._seen *= not at_any_place
         deadline = time.monotonic() + limit(limit_s)
         while (at := self.shown.find(text, self._seen)) < 0:
             assert time.monotonic() < deadline, f"no {text!r} in:\n{self.shown}"
@@ -108,7 +112,8 @@ def test_breakpoint_stops_the_rank_that_has_the_terminal(
     shell.send("value = 7\n")
     shell.expect(f"[0] {PROMPT}")
     shell.send("p value\n")
-    assert "[0] 7" in shell.expect(f"[0] {PROMPT}")
+    shell.expect("[0] 7")
+    shell.expect(f"[0] {PROMPT}")
     shell.send("c\n")
     assert shell.end() == 0, shell.shown
     assert "[0] after 7" in shell.shown
@@ -167,7 +172,7 @@ def test_quitting_the_debugger_ends_the_job(runner: Runner, terminal) -> None:
 
 WAITS = """
 import time, torchmn
-limits = torchmn.Timeout(unreachable_s=1, busy_s=2, first_s=1)
+limits = torchmn.Timeout(unreachable_s={t}, busy_s=1.5 * {t}, first_s=2 * {t})
 if {before}: breakpoint()
 comm = torchmn.create_communicator(timeout_s=limits)
 if not {before}: breakpoint()
@@ -179,11 +184,11 @@ print("together")
 @pytest.mark.parametrize("before", [True, False])
 def test_no_time_limit_applies_to_a_person(runner: Runner, terminal, before: bool) -> None:
     """Before the communicator exists, and in a collective."""
-    shell = terminal("-n", "3", "--backend", "gloo", runner.script(WAITS.format(before=before)))
-    shell.expect("rank 1 continues at breakpoint()")
-    shell.expect("rank 2 continues at breakpoint()") if "rank 2" not in shell.shown else None
-    shell.expect(f"[0] {PROMPT}") if PROMPT not in shell.shown else None
-    time.sleep(10)  # several times the limits
+    script = runner.script(WAITS.format(before=before, t=limit(1)))
+    shell = terminal("-n", "3", "--backend", "gloo", script)
+    for words in ("rank 1 continues", "rank 2 continues", f"[0] {PROMPT}"):
+        shell.expect(words, at_any_place=True)
+    time.sleep(limit(4))  # longer than all limits
     assert shell.process.poll() is None
     shell.send("c\n")
     assert shell.end() == 0, shell.shown
@@ -192,7 +197,9 @@ def test_no_time_limit_applies_to_a_person(runner: Runner, terminal, before: boo
 
 
 def test_other_time_limits_stay(runner: Runner, terminal) -> None:
-    script = WAITS.format(before=False).replace("breakpoint()", "time.sleep(600 * (rank == 0))")
+    script = WAITS.format(before=False, t=limit(1)).replace(
+        "breakpoint()", "time.sleep(600 * (rank == 0))"
+    )
     shell = terminal("-n", "2", "--backend", "gloo", runner.script(script))
     assert shell.end() == 1
     assert "Hang: " in shell.shown or "has not completed within" in shell.shown
