@@ -256,9 +256,9 @@ class RendezvousState:
             for name in late:
                 self.on_host_lost(name, f"its ranks did not stop within {stop_s:g} s", now)
         self._start_if_complete(now)
-        if self._phase == "gathering" and now > self._since + self._limits.join_timeout_s:
-            if not self._is_stopping:
-                self._end_for_lack_of_hosts()
+        is_late = now > self._since + self._limits.join_timeout_s
+        if self._phase == "gathering" and is_late and not self._is_stopping:
+            self._end_for_lack_of_hosts()
         return late
 
     # ---- decisions ----------------------------------------------------------------------------
@@ -274,10 +274,10 @@ class RendezvousState:
                 f"a host named {member.host} takes part. Give each host another name; if this is "
                 "that host, join again in some seconds, when its old connection is lost"
             )
+        number = member.node_rank
         for name, other in self._connected.items():
-            if member.node_rank is not None and member.node_rank == other.member.node_rank:
-                if name != member.host:
-                    return f"{name} has --node-rank {member.node_rank}: give each host another one"
+            if number is not None and number == other.member.node_rank and name != member.host:
+                return f"{name} has --node-rank {number}: give each host another one"
         others = {name: host_state.member.versions for name, host_state in self._connected.items()}
         differing = differences({**others, member.host: member.versions})
         return f"{differing}: install the same on all hosts" if differing else ""
