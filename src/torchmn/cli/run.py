@@ -24,7 +24,7 @@ CONTEXT = {
     "allow_interspersed_args": False,
     "token_normalize_func": lambda name: name.replace("_", "-"),
 }
-"""What follows the script are arguments of the script, options too; ``_`` in options means ``-``."""
+"""What follows the script are its arguments, options too. In names of options ``_`` is ``-``."""
 
 
 @add_options(TorchrunOptions)

@@ -36,7 +36,7 @@ class RankStatus:
     """What is known about a rank. ``text`` replaces collectives and stacks that it did not send.
 
     ``is_halted``: it will not reach another collective without outside help. ``has_ended``: it has
-    reached the end of its script.
+    reached the end of its script. ``awaits_input``: it waits for a person at the terminal.
     """
 
     collectives: tuple[CollectiveStatus, ...] = ()
@@ -45,6 +45,7 @@ class RankStatus:
     text: str = ""
     is_halted: bool = False
     has_ended: bool = False
+    awaits_input: bool = False
 
     @classmethod
     def of(cls, reply: StatusReply) -> RankStatus:
@@ -54,7 +55,10 @@ class RankStatus:
             return cls(text=text, is_halted=True, has_ended=True)
         if reply.process is None:
             return cls(
-                collectives=reply.collectives, stacks=reply.stacks, script_stack=reply.script_stack
+                collectives=reply.collectives,
+                stacks=reply.stacks,
+                script_stack=reply.script_stack,
+                awaits_input=reply.awaits_input,
             )
         where = f" (in {reply.kernel_function})" if reply.kernel_function else ""
         return cls(

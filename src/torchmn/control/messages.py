@@ -91,6 +91,12 @@ class Refresh(Message, frozen=True, kw_only=True):
     text: str
 
 
+class AwaitsInput(Message, frozen=True, kw_only=True):
+    """Script: it begins, or has ended, to wait for a person at the terminal."""
+
+    begins: bool
+
+
 class LogWarning(Message, frozen=True, kw_only=True):
     """Agent: a problem outside the script, which continues."""
 
@@ -247,6 +253,7 @@ class StatusReply(Message, frozen=True, kw_only=True):
     If the script did not answer, ``process`` is the state of its process, and ``kernel_function``
     the kernel function in which it waits, if known. ``script_stack`` has the frames of ``stacks``
     that belong to the script's own code. ``has_ended``: the script has reached its end.
+    ``awaits_input``: it waits for a person at the terminal.
     """
 
     collectives: tuple[CollectiveStatus, ...] = ()
@@ -255,6 +262,7 @@ class StatusReply(Message, frozen=True, kw_only=True):
     process: ProcessState | None = None
     kernel_function: str = ""
     has_ended: bool = False
+    awaits_input: bool = False
 
 
 class HeartbeatRequest(Message, frozen=True):

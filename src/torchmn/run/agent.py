@@ -28,11 +28,13 @@ from torchmn.cluster.environment_variables import MONITOR_VARIABLE, RECORD_VARIA
 from torchmn.control.connection import Channel
 from torchmn.control.heartbeat import answer
 from torchmn.control.messages import (
+    AwaitsInput,
     EndedBy,
     Exit,
     ForwardSignal,
     HeartbeatRequest,
     LogWarning,
+    Message,
     PreemptionNotice,
     ScriptStarted,
     Shown,
@@ -107,7 +109,7 @@ class Agent:
         self._held: set[int] = set()
         self._end_leftovers_at: float | None = None
         self._kill_leftovers_at = 0.0
-        self._link = ScriptLink(channel.post)
+        self._link = ScriptLink(self._on_script_message)
         self._notices: NoticeWatcher | None = None
 
     def run(self, env: Mapping[str, str]) -> int:
@@ -138,7 +140,7 @@ class Agent:
         self._started_at = time.time()
         self._memory_kills = count_memory_kills()
         command = with_bootstrap(self._order.argv)
-        stdin = open_input(self._input_path if self._rank == 0 else "")
+        stdin = open_input(self._input_path)
         self._is_python = command != self._order.argv
         process = subprocess.Popen(
             command,
@@ -210,7 +212,11 @@ class Agent:
     def _timeout_s(self) -> float | None:
         if self._returncode is not None:
             return 0.02  # waiting for processes that the script has left
-        deadlines = [at for at in (self._kill_at, self._link.reply_by) if at is not None]
+        deadlines = [
+            at
+            for at in (self._kill_at, self._link.reply_by, self._output.refresh_at)
+            if at is not None
+        ]
         if self._held:
             # No event tells that the script has installed a handler: look again after a while.
             deadlines.append(time.monotonic() + _HANDLER_PERIOD_S)
@@ -264,6 +270,11 @@ class Agent:
         if not self._channel.is_open:
             self._terminate(signal.SIGTERM, "outside")  # the supervisor is dead
 
+    def _on_script_message(self, message: Message) -> None:
+        if isinstance(message, AwaitsInput):
+            self._output.on_prompt(message.begins)
+        self._channel.post(message)
+
     # ---- the end ------------------------------------------------------------------------------
 
     def _terminate(self, signum: int, by: EndedBy) -> None:
@@ -313,6 +324,7 @@ class Agent:
         """Kill what has exceeded its deadline: the script, then processes that it left behind."""
         now = time.monotonic()
         self._link.reply_if_overdue()
+        self._output.refresh()
         if self._returncode is None:
             self._send_held()
             if self._kill_at is not None and now >= self._kill_at:

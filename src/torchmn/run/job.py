@@ -102,7 +102,7 @@ class Command:
 
 
 def worker_command(input_path: str = "") -> tuple[str, ...]:
-    """Return the command of a rank's agent. Rank 0's script reads the input at ``input_path``."""
+    """Return the command of a rank's agent. One rank's script reads the input at ``input_path``."""
     return (*python_module(WORKER_MODULE), *filter(None, [input_path]))
 
 

@@ -201,9 +201,7 @@ def detect_existing_rank(options: RunOptions, env: Mapping[str, str]) -> Launche
     ... ).rank
     1
     """
-    if (
-        options.master_addr is not None
-    ):  # the variables may be those of a pod, or of one task a node
+    if options.master_addr is not None:  # one command on each host, as a task of srun or in a pod
         return None
     place = read_launcher_env(env)
     if place is None or place.known_size in (None, 1) or claimed_by(env) is not None:

@@ -32,7 +32,7 @@ from torchmn.run.host_checks import HostFacts
 from torchmn.run.job import Command, Job
 from torchmn.run.monitor.job_result import run_name
 from torchmn.run.rank_environment import worker_environment
-from torchmn.run.script_input import input_path
+from torchmn.run.script_input import input_path, terminal_variables
 from torchmn.run.starters import local, mpirun, remote, srun, torchrun
 from torchmn.run.supervisor import Supervisor
 
@@ -72,6 +72,7 @@ def run_job(job: Job, env: Mapping[str, str], *, why: str = "") -> int:
         if job.launcher == "mpirun":
             base |= stack.enter_context(open_mpi_session(env))
         commands = commands_of(job, base, route=route, facts=facts)
+        variables = terminal_variables(job, env)
         job = make_log_folder(job)
         reason = f" ({why})" if why else ""
         output.say(
@@ -81,7 +82,7 @@ def run_job(job: Job, env: Mapping[str, str], *, why: str = "") -> int:
         if job.warning:
             output.say(job.warning)
         output.start()
-        status = Supervisor(job, output, authenticated).run(commands)
+        status = Supervisor(job, output, authenticated, variables).run(commands)
     _say_profile(job, env)
     return status
 
@@ -218,11 +219,11 @@ def commands_of(
     ``route`` leads from this host to the others; ``facts`` has the facts of each host by name.
     """
     first = (facts or {}).get(job.hosts[0].name)
-    path_of_input = "" if job.has_other_hosts else input_path()
+    path_of_input = input_path(job, env)
     if job.launcher == "local":
         return local.commands(job, env, input_path=path_of_input)
     if job.launcher == "ssh":
-        return remote.commands(job, env)
+        return remote.commands(job, env, input_path=path_of_input)
     if job.launcher == "srun":
         return [srun.command(job, env)]
     if job.launcher == "torchrun":

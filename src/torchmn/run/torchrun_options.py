@@ -103,7 +103,7 @@ def translate(
         for name, why in _WITHOUT_EFFECT.items()
         if getattr(given, name) is not None
     ]
-    chosen |= _counts(chosen, env)
+    chosen |= dict(_counts(chosen, env))
     hosts, hosts_notes = _hosts(given, chosen)
     if given.redirects or given.local_ranks_filter:
         chosen["shown"] = _console_filter(given)
@@ -159,7 +159,9 @@ def _hosts(
     low, high = _range(given.nnodes)
     if given.standalone:
         if high not in (None, 1):
-            raise UsageError(f"--standalone means one host and contradicts --nnodes {given.nnodes}.")
+            raise UsageError(
+                f"--standalone means one host and contradicts --nnodes {given.nnodes}."
+            )
         return {"num_nodes": 1}, ()
     if high is not None and chosen.get("elastic") is not None:
         raise UsageError("--nnodes MIN:MAX and --elastic MIN:MAX are the same: use one of them.")

@@ -35,6 +35,7 @@ from torchmn.base.events import Collectives, Observer
 from torchmn.cluster.environment_variables import MONITOR_VARIABLE
 from torchmn.control.connection import Channel
 from torchmn.control.messages import (
+    AwaitsInput,
     CheckpointSaved,
     CollectiveStatus,
     Failed,
@@ -153,6 +154,11 @@ class ScriptMonitor(Observer):
         """Report that all ranks have finished a checkpoint. From any thread."""
         if os.getpid() == self._pid:
             self._post(CheckpointSaved(step=step))
+
+    def awaits_input(self, begins: bool) -> None:
+        """Report that the script begins, or has ended, to wait for a person at the terminal."""
+        if os.getpid() == self._pid:
+            self._post(AwaitsInput(begins=begins))
 
     def script_exits(self, status: int) -> None:
         """Report that the script has reached its end and asks for this exit status."""

@@ -301,9 +301,7 @@ def test_what_cannot_be_exact_is_refused(clock: Clock) -> None:
         batch.sampler(8)
         with pytest.raises(UsageError, match="by which SGD does not weight them"):
             [*batch.micro_batches(x, sgd)]
-        averaging = create_multi_node_optimizer(
-            sgd, comm, model, schedule=PeriodicAverage(16)
-        )
+        averaging = create_multi_node_optimizer(sgd, comm, model, schedule=PeriodicAverage(16))
         with pytest.raises(UsageError, match=r"periodic_average: each rank steps.*every_step"):
             [*batch.micro_batches(x, averaging)]
         with torch.no_grad():
