@@ -94,7 +94,7 @@ class Passes:
         self.is_joint = False
         """Whether other optimizers exchange gradients in the pass that is ending."""
         self.were_cleared = False
-        """Whether gradients were cleared since the last pass began."""
+        """Whether gradients were cleared since they were exchanged."""
         self.are_compared = False
         """Whether that pass found the parameters unchanged since they were laid out."""
 
@@ -118,7 +118,7 @@ class Passes:
         Autograd calls ``callback`` when the pass ends. ``on_release`` is called if it raises,
         before another pass can begin.
         """
-        self._members.are_elsewhere, self.were_cleared = True, False
+        self._members.are_elsewhere = True
         self.current = BackwardPass(callback, on_release, packs_early=packs_early)
         at_end_of_backward(callback)
         return self.current

@@ -503,6 +503,7 @@ class GradientReducer:
         )
         packing.finish()
         local.states.clear()
+        passes.were_cleared = False
         self._num_exchanges.num += 1
         self.replicas.exchanged()
 

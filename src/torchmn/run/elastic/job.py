@@ -20,7 +20,7 @@ from torchmn.run.elastic.rendezvous_state import JOIN_TIMEOUT_S, Limits
 from torchmn.run.job import Command, Job
 from torchmn.run.starters.remote import is_carried, remote_shell_name, to_host
 
-# What agents must have from the launcher; `torchmn.run.rank_environment.worker_environment` sets it.
+# What agents must have from the launcher; see `torchmn.run.rank_environment.worker_environment`.
 _ORDERED = (BACKEND_VARIABLE, HOSTS_VARIABLE, PROFILE_VARIABLE, TRANSPORT_VARIABLE)
 
 
