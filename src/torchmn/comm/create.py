@@ -33,7 +33,7 @@ from torchmn.cluster.environment_variables import (
     SECRET_VARIABLE,
     TRANSPORT_VARIABLE,
 )
-from torchmn.cluster.gpus import may_share_gpus
+from torchmn.cluster.gpus import may_share_gpus, shared_gpu_problem
 from torchmn.cluster.launcher_env import LauncherInfo
 from torchmn.cluster.network import rdma_adapters
 from torchmn.cluster.units import MiB
@@ -461,8 +461,9 @@ def _own_device(
     # Before any other CUDA call, which would create a context, and use memory, on GPU 0.
     torch.cuda.set_device(device)
     if isinstance(world, TorchDistributedTransport):
-        has_own = len(set(used)) == len(used) or may_share_gpus(os.environ)
-        may_use_nccl = has_own and (world.has_nccl or not is_own)
+        may_share = may_share_gpus(os.environ)
+        problem = shared_gpu_problem(len(used), len(set(used)), may_share=may_share)
+        may_use_nccl = not problem and (world.has_nccl or not is_own)
         world.use_gpu(device, may_use_nccl=may_use_nccl)
     return device
 
