@@ -127,7 +127,8 @@ def test_a_rank_that_the_others_wait_for(runner: Runner) -> None:
         return inspect(runner, "logs").stdout.splitlines()[1]
 
     wait_until(lambda: "rank 1 did not reach it" in cause(), cause, 60)
-    assert "script.py:26 in load_slowly" in cause()
+    assert "script.py:" in cause()
+    assert " in load_slowly " in cause()
     full = inspect(runner, "logs", "--full").stdout
     assert "torchmn-exchange" in full or "torchmn-record" in full  # other threads
     kill(process)
@@ -211,7 +212,6 @@ class TestOnTwoHosts:
                 "cwd": tmp_path,
                 "stdout": subprocess.PIPE,
                 "stderr": subprocess.PIPE,
-                "text": True,
             }
             hosts = ",".join(f"{host.name}:1" for host in lab.hosts)
             words = ["run", "--log-dir", "logs", "--hosts", hosts, "--backend", "gloo"]

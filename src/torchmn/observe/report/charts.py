@@ -14,7 +14,7 @@ from torchmn.record.records import PHASES
 MAX_BARS = 48
 MAX_LINES = 24
 MAX_BINS = 120
-MAX_HEATMAP_ROWS, MAX_HEATMAP_CELLS = 64, 2400
+MAX_HEATMAP_ROWS, MAX_HEATMAP_CELLS = 64, 1920
 MAX_POINTS = 300
 MAX_TITLES = 100  # of a line: what the mouse can show
 MAX_VALUES = 6
