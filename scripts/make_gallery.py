@@ -103,7 +103,7 @@ def imagenet(axes: Any) -> None:
     at = torch.linspace(0, 90, 400)
     warm = torch.clamp(at / 5, max=1)
     drops = sum((at >= end).double() for end in (30, 60))
-    axes.plot(at, warm * 0.1 ** drops, color=THEIRS, label="steps")
+    axes.plot(at, warm * 0.1**drops, color=THEIRS, label="steps")
     cosine = 0.5 * (1 + torch.cos(math.pi * torch.clamp(at - 5, min=0) / 85))
     axes.plot(at, warm * cosine, color=OURS, label="cosine")
     label(axes, "epoch", "share of the scaled rate")
@@ -160,7 +160,9 @@ def pipeline(axes: Any) -> None:
     """Four micro-batches, one forward and one backward in turns, on two ranks."""
     first = [("F", 0, 0), ("F", 1, 1), ("B", 0, 3), ("F", 2, 4), ("B", 1, 5), ("F", 3, 6)]
     first += [("B", 2, 7), ("B", 3, 9)]
-    second = [(kind, number, 1 + 2 * number + (kind == "B")) for number in range(4) for kind in "FB"]
+    second = [
+        (kind, number, 1 + 2 * number + (kind == "B")) for number in range(4) for kind in "FB"
+    ]
     for row, actions in ((1.8, first), (0.7, second)):
         for kind, number, start in actions:
             color = OURS if kind == "F" else WORKERS[3]

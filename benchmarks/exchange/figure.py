@@ -103,7 +103,9 @@ def _draw_bars(axes: Any, sides: Mapping[str, Bar]) -> None:
 def _colour(side: str, bar: Bar) -> str:
     if NOT_COUNTED in bar.bar:
         return "lightsteelblue"
-    if side.startswith(("ddp", "DistributedDataParallel", "horovod", "post-local", "torchft", "CNTK")):
+    if side.startswith(
+        ("ddp", "DistributedDataParallel", "horovod", "post-local", "torchft", "CNTK")
+    ):
         return "tab:orange"
     return "silver" if "no-exchange" in side else "tab:blue"
 

@@ -192,21 +192,23 @@ def test_a_word_of_the_search_belongs_to_one_page() -> None:
 
 
 SEARCH = """
-const fs = require("fs"), vm = require("vm"), [folder, ...queries] = process.argv.slice(2);
+const fs = require("fs"), vm = require("vm"), [folder, ...queries] = process.argv.slice(1);
 const element = {childNodes: []};
 const context = vm.createContext({
   document: {getElementById: () => element, querySelectorAll: () => []}, console,
-  localStorage: {setItem: () => null}, SPHINX_HIGHLIGHT_ENABLED: false, window: {},
+  localStorage: {setItem: () => null}, SPHINX_HIGHLIGHT_ENABLED: false, _: (text) => text,
   _ready: () => null, DOCUMENTATION_OPTIONS: {},
 });
+context.window = context;
 for (const name of ["_static/language_data.js", "_static/searchtools.js"])
   vm.runInContext(fs.readFileSync(`${folder}/${name}`, "utf8"), context);
 context.index = fs.readFileSync(`${folder}/searchindex.js`, "utf8");
 context.queries = queries;
 console.log(vm.runInContext(`
   eval(index);
-  JSON.stringify(queries.map(
-    (query) => Search._performSearch(...Search._parseQuery(query)).slice(0, 3).map((one) => one[0])
+  // it shows the results from the last one on
+  JSON.stringify(queries.map((query) => Search._performSearch(...Search._parseQuery(query))
+    .slice(-3).reverse().map((one) => one[0])
   ))`, context));
 """
 

@@ -12,7 +12,11 @@ from scripts import make_site
 from tests.project.test_beginning import FIRST, found_by_the_search
 
 ROOT = Path(__file__).parents[2]
-MISSING = [n for n in ("sphinx", "myst_parser", "furo", "sphinx_copybutton") if importlib.util.find_spec(n) is None]
+MISSING = [
+    n
+    for n in ("sphinx", "myst_parser", "furo", "sphinx_copybutton")
+    if importlib.util.find_spec(n) is None
+]
 needs_sphinx = pytest.mark.skipif(
     bool(MISSING), reason=f"no {', '.join(MISSING)}: install the extra docs, or 'make setup'"
 )
