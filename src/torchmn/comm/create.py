@@ -37,6 +37,7 @@ from torchmn.cluster.environment_variables import (
 from torchmn.cluster.gpus import may_share_gpus, shared_gpu_problem
 from torchmn.cluster.launcher_env import LauncherInfo
 from torchmn.cluster.network import rdma_adapters
+from torchmn.cluster.operating_system import require_linux
 from torchmn.cluster.units import MiB
 from torchmn.comm.base import Communicator
 from torchmn.comm.codecs import Codec, create_codec
@@ -123,7 +124,7 @@ def create_communicator(
     Raises:
         UnknownNameError: unknown route, transport or dtype.
         UnsupportedError: the route does not support this placement, device or transport, or some
-            ranks have a GPU and some have none.
+            ranks have a GPU and some have none; or there are several ranks and this is no Linux.
         TopologyError: launcher, MPI and host names contradict each other.
         LaunchError: there is no rendezvous address, or MPI was finalized.
         RankMismatchError: ranks gave different arguments or run different versions of torch.
@@ -295,6 +296,8 @@ def _world(transport: str | Transport, timeout_s: float) -> tuple[Transport, boo
     if isinstance(transport, Transport):
         return transport, True
     launched = own_place()
+    if launched is not None and launched.known_size != 1:
+        require_linux("A communicator of several ranks")
     kind = choose_transport(transport, launched, os.environ, has_cuda=torch.cuda.is_available())
     return join_world(kind, timeout_s), False
 
