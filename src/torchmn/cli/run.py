@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from torchmn.base.log import LOG_VARIABLE, Log, use_level
 from torchmn.base.terminal import say
 from torchmn.cli.options import add_options, given
 from torchmn.cluster.environment_variables import split_words
@@ -39,6 +40,9 @@ def run(
     is_dry: Annotated[
         bool, typer.Option("--dry-run", help="Print the commands without running them.")
     ] = False,
+    is_quiet: Annotated[
+        bool, typer.Option("-q", "--quiet", help=f"No notes of torchmn: {LOG_VARIABLE}=warning.")
+    ] = False,
     is_module: Annotated[
         bool,
         typer.Option(
@@ -61,6 +65,8 @@ def run(
     from torchmn.run.rank_environment import run_as_rank
     from torchmn.run.start import dry_run, dry_run_elastic, run_elastic_job, run_job
 
+    if is_quiet:
+        options["exported"] = [*(options["exported"] or ()), f"{LOG_VARIABLE}=warning"]
     launcher, *launcher_args = split_words(options.pop("launcher"), source="--launcher") or ("",)
     has_python = not options.pop("no_python")
     chosen, notes = translate(given(options), os.environ)
@@ -75,9 +81,10 @@ def run(
         launcher_args=tuple(launcher_args),
         **chosen,
     )
-    for note in notes:
-        say(note)
     env = request.environment(os.environ)
+    use_level(env.get(LOG_VARIABLE, ""))
+    for note in notes:
+        Log(__name__).info("%s", note)
     misplaced = next((word for word in args or () if word in ("-n", "-np")), "")
     if misplaced and request.num_ranks is None:
         say(

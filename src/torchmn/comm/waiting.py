@@ -29,7 +29,6 @@ import select
 import socket
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +37,7 @@ from dataclasses import dataclass, field
 
 from torchmn.base import events
 from torchmn.base.errors import LaunchError, UsageError
+from torchmn.base.log import Log
 from torchmn.cluster.environment_variables import INPUT_RANK_VARIABLE
 from torchmn.comm.flight_recorder import CollectiveRecord, FlightRecorder
 from torchmn.comm.transports.base import TimeLimit, Transport, abort_pending_receives
@@ -210,7 +210,8 @@ class PeerStatus:
                 return
             # Of all ranks that wait only the lowest one warns.
             if not wait.has_warned and self._rank == min(waiting):
-                warnings.warn(_warning(about.summary, longest_s), RuntimeWarning, stacklevel=1)
+                log = Log(__name__, rank=self._rank, size=len(found), host=self._hosts[self._rank])
+                log.warning("%s", _warning(about.summary, longest_s))
             wait.has_warned = True
         elif about.missing or min(waiting.values()) >= wait.ask_s:
             self._end(entry, wait, wait.ask_s)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from torchmn.base.errors import UsageError
-from torchmn.base.terminal import say
+from torchmn.base.log import Log
 from torchmn.cluster.environment_variables import INPUT_RANK_VARIABLE
 
 PERSON_S = 7 * 86_400.0
@@ -66,10 +66,11 @@ def skip_breakpoint(*_: object, **__: object) -> None:
     """Take the place of `breakpoint` on ranks without the terminal: continue, and say so once."""
     if not _skipped.is_set():
         _skipped.set()
-        rank, other = os.environ.get("RANK", ""), os.environ.get(INPUT_RANK_VARIABLE, "")
-        say(
-            f"rank {rank} continues at breakpoint(): the terminal belongs to rank {other} "
-            f"({INPUT_RANK_VARIABLE} chooses another)."
+        Log(__name__).info(
+            "rank %s continues at breakpoint(): the terminal belongs to rank %s (%s chooses it)",
+            os.environ.get("RANK", ""),
+            os.environ.get(INPUT_RANK_VARIABLE, ""),
+            INPUT_RANK_VARIABLE,
         )
 
 
@@ -78,8 +79,9 @@ _skipped = threading.Event()
 
 def explained(error: BaseException) -> BaseException:
     """Return the error, or where a debugger ended for lack of a terminal one that says so."""
-    bdb = sys.modules.get("bdb")
-    if bdb is None or not isinstance(error, bdb.BdbQuit):
+    # Not imported here: without the module there is no such exception.
+    quits = getattr(sys.modules.get("bdb"), "BdbQuit", None)
+    if quits is None or type(error) is not quits:
         return error
     if error.args:  # raised again by a DataLoader, with the traceback of its worker
         text = (

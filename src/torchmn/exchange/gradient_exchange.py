@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchmn.base.errors import RankMismatchError, TorchmnError
+from torchmn.base.errors import RankMismatchError, ResultWarning, TorchmnError
+from torchmn.base.warn import warn
 from torchmn.comm import Communicator
 from torchmn.comm.codecs import Codec
 from torchmn.exchange.agreements.base import Agreement, PassContext
@@ -427,7 +427,7 @@ class GradientExchange:
         counts_zeros = late.is_late and not late.has_gradients and self.reduction == "mean"
         if self.are_late_on_some and counts_zeros and weight and not self._has_warned:
             self._has_warned = True
-            warnings.warn(f"{self.comm.rank_label}: {_COUNTS_ZEROS.format(weight)}", stacklevel=2)
+            warn(f"{self.comm.rank_label}: {_COUNTS_ZEROS.format(weight)}", ResultWarning)
 
     @property
     def were_changed(self) -> bool:

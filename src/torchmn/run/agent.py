@@ -31,8 +31,10 @@ from torchmn.control.messages import (
     AwaitsInput,
     EndedBy,
     Exit,
+    Failed,
     ForwardSignal,
     HeartbeatRequest,
+    Leaving,
     LogWarning,
     Message,
     PreemptionNotice,
@@ -109,7 +111,7 @@ class Agent:
         self._held: set[int] = set()
         self._end_leftovers_at: float | None = None
         self._kill_leftovers_at = 0.0
-        self._link = ScriptLink(self._on_script_message)
+        self._link = ScriptLink(self._on_report)
         self._notices: NoticeWatcher | None = None
 
     def run(self, env: Mapping[str, str]) -> int:
@@ -270,8 +272,13 @@ class Agent:
         if not self._channel.is_open:
             self._terminate(signal.SIGTERM, "outside")  # the supervisor is dead
 
-    def _on_script_message(self, message: Message) -> None:
-        if isinstance(message, AwaitsInput):
+    def _on_report(self, message: Message) -> None:
+        """Forward a message of the script, and write what it has not printed to its log."""
+        if isinstance(message, Failed) and not message.is_shown:
+            self._output.write_to_log(message.whole)
+        elif isinstance(message, Leaving):
+            self._output.write_to_log(message.text)
+        elif isinstance(message, AwaitsInput):
             self._output.on_prompt(message.begins)
         self._channel.post(message)
 

@@ -226,11 +226,23 @@ class AgentSession(RankSession):
         return hang
 
     def report_failure(self, folder: Path, result: JobResult, summary: str) -> None:
-        """Write ``failure.txt``, and show its stderr part unless it was shown a few lines ago."""
-        tail = stderr_tail(result)
-        if tail and tail[-1] not in self._last_lines:  # ranks that failed alike show it as well
-            self._output.quote("\n".join(tail))
+        """Show the error of the rank that failed first, and write ``failure.txt``."""
+        self.show_error(result)
         self._say(write_failure_report(folder, result, summary))
+
+    def show_error(self, result: JobResult) -> None:
+        """Show the error of the rank that failed first, unless that was shown a few lines ago.
+
+        If the result is no failure of a rank, the error that a rank has not printed is shown.
+        """
+        left = (each for each in self.records if each.is_unprinted and not each.is_consequence)
+        first, tail = result.first_failure or next(left, None), stderr_tail(result)
+        if first is not None and first.is_unprinted:
+            self._output.lines(first.rank, "err", first.error_lines)
+        elif first is not None and first.failed is not None and first.failed.whole:
+            return  # it was printed by a hook of the script
+        elif tail and tail[-1] not in self._last_lines:  # ranks that failed alike show it as well
+            self._output.quote("\n".join(tail))
 
     def _say(self, text: str) -> None:
         if text:

@@ -38,9 +38,10 @@ class Job:
     all hosts, and ``launcher_args`` are passed verbatim to the launcher. When the job fails, the
     time between asking a rank to end and killing it is ``grace_s``; after SIGTERM from outside it
     is ``signal_grace_s``, ``None`` to leave that to the scheduler. Each run makes a folder of its
-    own in ``log_dir``. ``shown`` says which output is shown. ``warning`` is what the launcher says
-    besides its first line, if anything. ``preemption`` is where hosts find out that they will be
-    preempted, see `torchmn.run.preemption_notice`.
+    own in ``log_dir``, where the newest ``keep_logs`` stay, None for all. ``shown`` says which
+    output is shown. ``warning`` is what the launcher says besides its first line, if anything.
+    ``preemption`` is where hosts find out that they will be preempted, see
+    `torchmn.run.preemption_notice`.
 
     >>> from torchmn.run.plan import RunOptions, plan_job
     >>> job, _ = plan_job(RunOptions(argv=("python", "train.py"), num_ranks=2), {})
@@ -64,8 +65,11 @@ class Job:
     shown: ConsoleFilter = ConsoleFilter()
     warning: str = ""
     preemption: str = ""
+    keep_logs: int | None = None
 
     def __post_init__(self) -> None:
+        if self.keep_logs is not None and self.keep_logs < 1:
+            raise UsageError(f"--keep-logs must be at least 1, got {self.keep_logs}.")
         if self.num_ranks < 1:
             raise UsageError(f"-n must be at least 1, got {self.num_ranks}.")
         if not 0 <= self.grace_s < float("inf"):

@@ -14,6 +14,7 @@ from torchmn.cluster.gpus import count_gpus
 from torchmn.cluster.hostlists import Host, parse_hostfile, parse_hosts, select_hosts
 from torchmn.cluster.launcher_env import LauncherInfo, read_launcher_env
 from torchmn.cluster.network import is_this_host
+from torchmn.cluster.operating_system import require_linux
 from torchmn.cluster.units import counted
 from torchmn.control.job_secret import given_secret
 from torchmn.control.rank_claim import claimed_by
@@ -100,6 +101,10 @@ class RunOptions:
         "(default: torchmn-logs).",
         variable="PET_LOG_DIR",
     )
+    keep_logs: int | None = _option(
+        "Keep the folders of the newest N runs there, and remove older ones (default: all stay).",
+        metavar="N",
+    )
     grace_s: float | None = _option(
         "Seconds between terminating a rank and killing it (default: 5 when the job fails, 30 "
         "after SIGTERM, in a scheduler's job as long as that gives).",
@@ -181,6 +186,7 @@ class RunOptions:
             backend=backend,
             log_dir=self.log_folder,
             preemption=checked_source(self.preemption),
+            keep_logs=self.keep_logs,
             grace_s=FAILURE_GRACE_S if self.grace_s is None else self.grace_s,
             signal_grace_s=signal_grace_s if self.grace_s is None else self.grace_s,
             shown=self.shown,
@@ -227,6 +233,7 @@ def plan_job(options: RunOptions, env: Mapping[str, str]) -> tuple[Job, str]:
     >>> job.num_ranks, job.argv
     (2, ('python', 'train.py'))
     """
+    require_linux("torchmn run")
     if options.launcher not in LAUNCHERS:
         raise UnknownNameError("launcher", options.launcher, LAUNCHERS)
     given = None if options.names_hosts else allocation(env)
@@ -286,6 +293,7 @@ def plan_elastic(options: RunOptions, env: Mapping[str, str]) -> tuple[ElasticJo
     >>> elastic.job.num_ranks, elastic.limits.max_restarts
     (2, 3)
     """
+    require_linux("torchmn run")
     min_hosts, max_hosts, join_timeout_s = parse_elastic(options.elastic or "")
     if options.backend == "mpi" or options.launcher == "mpirun":
         raise UnsupportedError(

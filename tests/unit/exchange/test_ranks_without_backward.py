@@ -14,7 +14,7 @@ from torch import nn
 from tests.unit.models import batch, equal, loss_of, mlp, near, optimizer_of, sgd, values, wrap
 from torchmn import create_multi_node_optimizer
 from torchmn.cluster import Topology
-from torchmn.errors import CommunicationError, RankMismatchError, UsageError
+from torchmn.errors import CommunicationError, RankMismatchError, ResultWarning, UsageError
 from torchmn.exchange.schedules import DiLoCo, EveryStep, PeriodicAverage, Phases
 from torchmn.testing import run_ranks
 
@@ -312,7 +312,7 @@ def test_all_passes_under_no_sync_then_a_change() -> None:
         clip(model)
         optimizer.step()
 
-    with pytest.warns(UserWarning, match="under no_sync"):
+    with pytest.warns(ResultWarning, match="under no_sync"):
         run_ranks(rank_main, 2)
 
 
@@ -513,7 +513,7 @@ def test_a_rank_that_leaves_backward_out_is_told_once_that_it_counts(schedule: s
             optimizer.step()
         optimizer.flush()
 
-    with pytest.warns(UserWarning, match=COUNTS_ZEROS) as seen:
+    with pytest.warns(ResultWarning, match=COUNTS_ZEROS) as seen:
         run_ranks(rank_main, 2)
     assert len(seen) == 1
 

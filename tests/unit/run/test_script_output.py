@@ -176,3 +176,26 @@ def test_a_live_display_is_one_unfinished_line() -> None:
     assert splitter.feed(b"\r\x1b[2K\x1b[1A\x1b[2Kone again, longer\ntwo again") == []
     assert splitter.unfinished == "two again"
     assert splitter.feed(b"\n\x1b[?25h") == ["one again, longer", "two again"]
+
+
+@pytest.mark.parametrize("has_log", [True, False])
+def test_what_the_launcher_prints_is_in_the_log_alone(tmp_path: Path, has_log: bool) -> None:
+    """After all that the script has printed, and on lines of its own."""
+    script = Script(tmp_path / "rank0.log" if has_log else Path("/proc/none/rank0.log"))
+    reading, pipe = os.pipe()
+    script.output.follow("err", os.fdopen(reading, "rb", buffering=0))
+    os.write(pipe, b"one\nunfinished")
+    script.output.write_to_log("Traceback\nValueError: \ud800")
+    os.write(pipe, b" line\n")
+    os.close(pipe)
+    os.close(script.pipe)
+    script.output.drain(script.acknowledge, is_urgent=False)
+    script.show()
+    if has_log:
+        text = (tmp_path / "rank0.log").read_text()
+        assert text == "one\nunfinished\nTraceback\nValueError: ?\n line\n"
+        assert script.shown == ["one", "unfinished line"]
+    else:
+        assert [line for line in script.shown if "Error" in line] == ["ValueError: ?"]
+    script.channel.close()
+    script.supervisor.close()

@@ -6,15 +6,15 @@ not inside ``update()``: the user's clipping and unscaling see it.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchmn.base.errors import RankMismatchError
+from torchmn.base.errors import PerformanceWarning, RankMismatchError, ResultWarning
 from torchmn.base.names import EVERY_STEP
+from torchmn.base.warn import warn
 from torchmn.cluster.units import listed
 from torchmn.comm.collectives import allgather_for
 from torchmn.exchange.reducer import GradientReducer
@@ -63,11 +63,11 @@ class EveryStep(Schedule):
             return
         self._has_warned = True
         if self._comm.rank == 0:
-            warnings.warn(
+            warn(
                 "More than one backward pass before step(): each one exchanges all gradients. The "
                 "result is right. To exchange once, wrap all passes but the last in "
                 "optimizer.no_sync(), which is exact if their batches have the same size.",
-                stacklevel=2,
+                PerformanceWarning,
             )
 
     def step(self, closure: Callable[[], float] | None) -> float | None:
@@ -123,7 +123,7 @@ def share_with_late_ranks(reducer: GradientReducer) -> None:
     comm, exchange, local = reducer.comm, reducer.exchange, reducer.local_passes
     if not exchange.are_late_on_some:
         if local.were_changed:
-            warnings.warn(f"{comm.rank_label}: {_CHANGED}", stacklevel=2)
+            warn(f"{comm.rank_label}: {_CHANGED}", ResultWarning)
         return
     if exchange.parameters.are_sharded:
         if reducer.is_active and not reducer.is_late and exchange.were_changed:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from contextlib import closing
 
 from torchmn.base.errors import LaunchError
-from torchmn.base.terminal import say
+from torchmn.base.log import Log
 from torchmn.cluster.gpus import count_gpus
 from torchmn.cluster.network import is_this_host, own_routes
 from torchmn.cluster.units import counted
@@ -23,6 +23,7 @@ from torchmn.run.job import Job
 from torchmn.run.plan import RunOptions, assign_slots, meeting_place
 from torchmn.run.rank_environment import worker_environment
 
+_log = Log(__name__)
 _PAUSE_S = 0.5
 
 
@@ -62,9 +63,12 @@ def join_job(options: RunOptions, env: Mapping[str, str]) -> int:
         joins=True,
     )
     _wait_for_launcher(host, port, limit_s)
-    say(f"{here} joins the job at {host}:{port} with {counted(slots, 'rank')}.")
+    _log.info("%s joins the job at %s:%d with %s", here, host, port, counted(slots, "rank"))
     text = take_part(lambda: order)
-    say(f"{here} is out of the job: {text}." if text else "the job is over, or this host has left.")
+    if text:
+        _log.error("%s is out of the job: %s", here, text)
+    else:
+        _log.info("the job is over, or this host has left")
     return 1 if text else 0
 
 
