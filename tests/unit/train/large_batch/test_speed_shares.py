@@ -5,6 +5,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,11 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from torchmn import create_multi_node_optimizer, scatter_loader
+from torchmn import (
+    create_multi_node_checkpointer,
+    create_multi_node_optimizer,
+    scatter_loader,
+)
 from torchmn.comm import Communicator
 from torchmn.data.batch_shares import EqualShares, in_proportion
 from torchmn.data.scatter import shard_bounds
@@ -23,7 +28,7 @@ from torchmn.exchange.schedules import PeriodicAverage
 from torchmn.nn import convert_batch_norm
 from torchmn.testing import run_ranks
 from torchmn.train.large_batch import BatchGrowth, GlobalBatch
-from torchmn.train.large_batch.speed_shares import next_shares
+from torchmn.train.large_batch.speed_shares import _OwnTime, next_shares
 
 
 @given(st.integers(0, 200), st.lists(st.integers(1, 50), min_size=1, max_size=6))
@@ -260,6 +265,79 @@ def test_another_number_of_ranks_begins_with_equal_shares(clock: Clock) -> None:
 
     assert run_ranks(rank_main, 3) == [8, 8, 8]
     assert run_ranks(rank_main, 2) == [18, 6]
+
+
+def test_a_checkpoint_has_the_shares(clock: Clock, tmp_path: Path) -> None:
+    def rank_main(comm: Communicator, trains: bool) -> tuple[int, int, int]:
+        training = Training(comm, clock, shares="speed")
+        checkpointer = create_multi_node_checkpointer(comm, tmp_path, "test")
+        state = {"model": training.model, "sampler": training.sampler}
+        if trains:
+            training.train(5)
+            checkpointer.save(5, state)
+            checkpointer.finish()
+        else:
+            assert checkpointer.resume(state) == 5
+        return training.sampler.epoch, training.sampler.position, training.batch.share
+
+    saved = run_ranks(lambda comm: rank_main(comm, True), 2)
+    assert saved == [(5, 0, 16), (5, 0, 8)]
+    assert run_ranks(lambda comm: rank_main(comm, False), 2) == saved
+    assert run_ranks(lambda comm: rank_main(comm, False), 3) == [(5, 0, 8)] * 3
+
+
+class LateClock(Clock):
+    """As that of a GPU: the time of a mark is known only when later ones were made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known = threading.local()
+
+    def mark(self) -> float:
+        now = super().mark()
+        self._known.until = now - 30.0
+        return now
+
+    def is_over(self, mark: float) -> bool:
+        return mark <= self._known.until
+
+    def seconds(self, begin: float, end: float) -> float:
+        assert self.is_over(end)
+        return end - begin
+
+
+def test_marks_that_a_gpu_has_not_passed_yet_are_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    late = LateClock()
+    monkeypatch.setattr("torchmn.train.large_batch.speed_shares.clock_of", lambda _: late)
+
+    def rank_main(comm: Communicator) -> int:
+        training = Training(comm, late, shares="speed")
+        training.train(6)
+        return training.batch.share
+
+    assert run_ranks(rank_main, 2) == [16, 8]
+
+
+def test_what_a_rank_waits_for_is_not_its_own_time(clock: Clock) -> None:
+    """Else all ranks would take as long, and the shares would stay."""
+    own = _OwnTime(clock)
+    own.counts = True
+    own.end_step()
+    for _ in range(3):
+        clock.work(1.0)
+        own.phase("exchange", begins=True)
+        own.phase("exchange", begins=True)  # within the other one
+        clock.work(5.0)
+        own.phase("exchange", begins=False)
+        clock.work(2.0)
+        own.phase("exchange", begins=False)
+        own.phase("backward", begins=True)
+        own.end_step()
+    assert own.median() == 1.0
+    own.forget()
+    assert own.median() == 0.0
 
 
 def test_equal_shares_have_the_state_as_before() -> None:
