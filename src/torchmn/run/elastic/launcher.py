@@ -25,6 +25,7 @@ from torchmn.run.elastic.host_processes import HostProcesses
 from torchmn.run.elastic.job import ElasticJob, host_process, job_order
 from torchmn.run.elastic.rendezvous import ROLE, Rendezvous
 from torchmn.run.elastic.rendezvous_state import (
+    RANK_FAILED,
     Decision,
     HostLost,
     JobEnded,
@@ -253,6 +254,8 @@ class ElasticLauncher:
         if result.is_launcher_failure:  # ranks that we ended did not fail
             result = JobResult(exit_code=1)
         summary = " ".join([f"{reason[:1].upper()}{reason[1:]}.", result.summary]).rstrip()
+        if reason == RANK_FAILED and result.first_failure is not None:
+            summary = result.summary  # which says more
         if ranks is not None:
             ranks.report_failure(self._job.log_dir, result, summary)
         else:
