@@ -30,6 +30,7 @@ from torchmn.base.warn import warn
 from torchmn.cluster import RankPlacement, Topology
 from torchmn.cluster.environment_variables import (
     BACKEND_VARIABLE,
+    INPUT_RANK_VARIABLE,
     RECORD_VARIABLE,
     SECRET_VARIABLE,
     TRANSPORT_VARIABLE,
@@ -57,6 +58,7 @@ from torchmn.comm.transports.own_rank import own_place
 from torchmn.comm.transports.tcp import MAX_PEERS, TcpTransport
 from torchmn.comm.waiting import PeerStatus, Timeout
 from torchmn.control.rank_listener import RankAddress
+from torchmn.control.terminal_input import PERSON_S
 from torchmn.record import recording
 
 ROUTES: dict[str, type[Route]] = {
@@ -148,7 +150,10 @@ def create_communicator(
     _raise_if_imported_again()
     for observer in events.observers:
         observer.joining(first_s, begins=True)
-    world, is_own = _world(transport, first_s)
+    # Where a rank may be at a prompt for any time, the launcher alone checks the limit.
+    is_supervised = any(each.ends_lost_ranks for each in events.observers)
+    may_be_at_prompt = is_supervised and INPUT_RANK_VARIABLE in os.environ
+    world, is_own = _world(transport, PERSON_S if may_be_at_prompt else first_s)
     for observer in events.observers:
         observer.joining(first_s, begins=False)
     greeting: dict[str, Any] = {
