@@ -321,10 +321,10 @@ def _batch_norm_of_images(dtype: torch.dtype, tolerance: float) -> Callable[[Com
             x, target = images(1), images(2)
             whole = nn.BatchNorm2d(6).to(comm.device)
             layer = torchmn.links.MultiNodeBatchNorm2d(6, comm).to(comm.device)
-            theirs = x.float().requires_grad_()
+            theirs = x.float().clone().requires_grad_()
             expected = whole(theirs)
             (expected * target.float()).sum().backward()
-            ours = x.chunk(comm.size)[comm.rank].contiguous(memory_format=memory_format)
+            ours = x.chunk(comm.size)[comm.rank].clone(memory_format=memory_format)
             ours.requires_grad_()
             y = layer(ours)
             assert y.dtype == dtype
@@ -431,7 +431,7 @@ def images_in_bfloat16(comm: Communicator) -> None:
             loss = nn.functional.cross_entropy(model(x).float(), labels)
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
     assert_replicas(comm, model)
     assert losses[-1] < 0.7 * losses[0], losses
 
