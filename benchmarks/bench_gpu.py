@@ -100,5 +100,10 @@ if __name__ == "__main__":
         from gpu import worker
 
         {"worker": worker.work, "serve": worker.serve}[sys.argv[1]](*sys.argv[2:])
-        raise SystemExit(0)
-    raise SystemExit(main())
+    elif sys.argv[1:2] == ["links"]:
+        sys.path.insert(0, str(ROOT))
+        from gpu.parts import measure_links
+
+        measure_links(*sys.argv[2:])
+    else:
+        raise SystemExit(main())
