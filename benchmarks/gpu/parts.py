@@ -1,4 +1,4 @@
-"""The parts of `make bench-gpu`, each within the time that is left: what they start and their bars."""
+"""The parts of `make bench-gpu`, each within the time that is left, and their bars."""
 
 from __future__ import annotations
 
