@@ -7,9 +7,16 @@ needs no torch: after a plain ``import torchmn`` both `torchmn.GlobalSampler` an
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 
 __version__ = "0.1.0"
+
+if sys.platform == "win32":
+    raise ImportError(
+        "torchmn does not work on Windows (this is win32): ranks are started, bound to cores and "
+        "ended by means of Linux. Use WSL 2, which is Linux."
+    )
 
 _HOME = {
     "AllreducePersistent": "torchmn.train",

@@ -95,6 +95,7 @@ class Communicator(Collectives):
         self.engine = Engine(
             device, is_threaded=transport.is_threaded, has_peers=transport.size > 1
         )
+        self.flight_recorder.look_at_engine = self.engine.status
         self.world = Group(
             "world",
             transport,

@@ -34,9 +34,10 @@ from torchmn.cluster.environment_variables import (
     SECRET_VARIABLE,
     TRANSPORT_VARIABLE,
 )
-from torchmn.cluster.gpus import may_share_gpus
+from torchmn.cluster.gpus import may_share_gpus, shared_gpu_problem
 from torchmn.cluster.launcher_env import LauncherInfo
 from torchmn.cluster.network import rdma_adapters
+from torchmn.cluster.operating_system import require_linux
 from torchmn.cluster.units import MiB
 from torchmn.comm.base import Communicator
 from torchmn.comm.codecs import Codec, create_codec
@@ -123,7 +124,7 @@ def create_communicator(
     Raises:
         UnknownNameError: unknown route, transport or dtype.
         UnsupportedError: the route does not support this placement, device or transport, or some
-            ranks have a GPU and some have none.
+            ranks have a GPU and some have none; or there are several ranks and this is no Linux.
         TopologyError: launcher, MPI and host names contradict each other.
         LaunchError: there is no rendezvous address, or MPI was finalized.
         RankMismatchError: ranks gave different arguments or run different versions of torch.
@@ -295,6 +296,8 @@ def _world(transport: str | Transport, timeout_s: float) -> tuple[Transport, boo
     if isinstance(transport, Transport):
         return transport, True
     launched = own_place()
+    if launched is not None and launched.known_size != 1:
+        require_linux("A communicator of several ranks")
     kind = choose_transport(transport, launched, os.environ, has_cuda=torch.cuda.is_available())
     return join_world(kind, timeout_s), False
 
@@ -462,8 +465,9 @@ def _own_device(
     # Before any other CUDA call, which would create a context, and use memory, on GPU 0.
     torch.cuda.set_device(device)
     if isinstance(world, TorchDistributedTransport):
-        has_own = len(set(used)) == len(used) or may_share_gpus(os.environ)
-        may_use_nccl = has_own and (world.has_nccl or not is_own)
+        may_share = may_share_gpus(os.environ)
+        problem = shared_gpu_problem(len(used), len(set(used)), may_share=may_share)
+        may_use_nccl = not problem and (world.has_nccl or not is_own)
         world.use_gpu(device, may_use_nccl=may_use_nccl)
     return device
 

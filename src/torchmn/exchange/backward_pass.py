@@ -13,6 +13,7 @@ from enum import Enum
 from torchmn.base.compiling import not_compiled
 from torchmn.base.errors import CommunicationError, UsageError
 from torchmn.base.torch_private import at_end_of_backward, current_graph_task_id
+from torchmn.comm import Communicator
 from torchmn.exchange.agreements.facts import NO_JOINT_PASS
 
 
@@ -23,6 +24,8 @@ class _Members:
     are_elsewhere = False  # whether one of them has begun another pass since
 
 
+_BEFORE_PASSES: weakref.WeakKeyDictionary[Communicator, _Members] = weakref.WeakKeyDictionary()
+"""Stands for a pass before the first one: counts the optimizers made on a communicator."""
 _MEMBERS: weakref.WeakValueDictionary[int, _Members] = weakref.WeakValueDictionary()
 """The counts of the passes that run, by autograd's number of the pass."""
 
@@ -80,13 +83,18 @@ class PassState(Enum):
 class Passes:
     """The backward passes of one reducer, one after another. Every method is local."""
 
-    def __init__(self, rank_label: str) -> None:
-        self._rank_label = rank_label
+    def __init__(self, comm: Communicator) -> None:
+        self._rank_label = comm.rank_label
         self.current: BackwardPass | None = None
         """The pass that has begun and not ended."""
-        self._members = _Members()  # of the last pass that has ended
+        self._members = _BEFORE_PASSES.setdefault(comm, _Members())  # of the last pass that ended
+        self._members.num += 1
+        self.number = self._members.num
+        """The number of this optimizer among those that were made on its communicator."""
         self.is_joint = False
         """Whether other optimizers exchange gradients in the pass that is ending."""
+        self.were_cleared = False
+        """Whether gradients were cleared since they were exchanged."""
         self.are_compared = False
         """Whether that pass found the parameters unchanged since they were laid out."""
 
@@ -140,8 +148,11 @@ class Passes:
         """Whether the caller runs inside a backward pass, as a hook of autograd does."""
         return self.current is not None and current_graph_task_id() != -1
 
-    def raise_if_others_were_joint(self) -> None:
-        """Raise UsageError if no optimizer had a backward pass since one that several shared."""
+    def raise_if_others_share_one(self) -> None:
+        """Raise UsageError if none of the optimizers that shared the last pass has begun another.
+
+        For ranks that exchange without a pass while others may have such a pass again.
+        """
         last = self._members
         if last.num > 1 and not last.are_elsewhere and not self.is_joint:
             raise UsageError(f"{self._rank_label}: {NO_JOINT_PASS}")

@@ -30,7 +30,8 @@ from torchmn.run.elastic.job import ElasticJob, host_process
 from torchmn.run.elastic.launcher import ElasticLauncher
 from torchmn.run.host_checks import HostFacts
 from torchmn.run.job import Command, Job
-from torchmn.run.monitor.job_result import run_name
+from torchmn.run.monitor.job_result import JOB_FILE, LATEST, run_name
+from torchmn.run.old_logs import remove_old
 from torchmn.run.rank_environment import worker_environment
 from torchmn.run.script_input import input_path
 from torchmn.run.starters import local, mpirun, remote, srun, torchrun
@@ -276,9 +277,6 @@ def _places(job: Job) -> str:
     return f"{', '.join(map(str, job.hosts))} through {job.launcher}"
 
 
-LATEST = "latest"
-
-
 def make_log_folder(job: Job) -> Job:
     """Create this run's folder in ``job.log_dir``; return the job with it as its ``log_dir``.
 
@@ -288,10 +286,12 @@ def make_log_folder(job: Job) -> Job:
     """
     try:
         job.log_dir.mkdir(parents=True, exist_ok=True)
+        if text := remove_old(job.log_dir, None if job.keep_logs is None else job.keep_logs - 1):
+            say(text)
         own = replace(job, log_dir=_new_folder(job.log_dir))
         (own.log_dir / "launcher.log").touch(mode=0o600)
         record = json.dumps(_record(job), indent=1) + "\n"
-        write_whole(own.log_dir / "job.json", record.encode())
+        write_whole(own.log_dir / JOB_FILE, record.encode())
     except OSError as error:
         raise UsageError(
             f"The log folder {str(job.log_dir)!r} cannot be used: {error.strerror or error}. "

@@ -17,6 +17,7 @@ from torchmn.run.backend import remove_abandoned
 from torchmn.run.child_processes import ProcessOwner, start_process
 from torchmn.run.console import RankOutput
 from torchmn.run.job import Command, Job
+from torchmn.run.monitor.inspections import Inspections
 from torchmn.run.monitor.rank_session import STOPPED
 
 # How much longer than the ranks' grace period we wait before we kill the agents themselves.
@@ -37,6 +38,7 @@ class Supervisor:
         self._output = output
         self._owner = ProcessOwner(output)
         self._session = AgentSession(listener, job.num_ranks, job, job.log_dir, output)
+        self._session.inspections = Inspections.of(job.log_dir, output.say)
         self._processes: dict[int, Command] = {}
         self._start_by = self._session.clock.now + _START_LIMIT_S
         self._kill_at = math.inf
@@ -65,6 +67,8 @@ class Supervisor:
             if self._job.backend == "mpi":
                 remove_abandoned()
             self._session.close()
+            if self._session.inspections is not None:
+                self._session.inspections.close()
         code = self._report()
         self._owner.finish_output()
         return code

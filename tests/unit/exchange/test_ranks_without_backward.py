@@ -399,11 +399,27 @@ def test_two_optimizers_of_one_backward_pass_refuse_late_ranks(skips: bool) -> N
 
 
 def test_two_optimizers_of_one_backward_pass_refuse_late_ranks_in_the_first_step() -> None:
-    """All ranks learn of it by the exchange, as the late one has had no pass before."""
+    def rank_main(comm):
+        model = mlp()
+        optimizers = both(comm, model)
+        if comm.rank == 1:
+            with pytest.raises(UsageError, match=r"rank 1 of 2.*share a backward pass.*0 rows"):
+                optimizers[0].step()
+
+    run_ranks(rank_main, 2)
+
+
+def test_two_optimizers_of_one_backward_pass_of_which_one_rank_takes_old_gradients() -> None:
+    """It exchanges them in `step`, in the order of the others, which all ranks then refuse."""
 
     def rank_main(comm):
         model = mlp()
-        train_both(model, both(comm, model), keep, comm.rank, comm.size, num_rows=(1,))
+        optimizers = both(comm, model)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        if comm.rank == 0:
+            loss_of(model, batch(comm.rank, 0)).backward()
+        optimizers[0].step()
 
     with pytest.raises(RankMismatchError, match=r"share a backward pass.*0 rows"):
         run_ranks(rank_main, 2)

@@ -141,6 +141,7 @@ def test_a_trace_of_what_is_inside(comm: torchmn.Communicator, tmp_path: Path) -
         with trace("t%r") as path:
             train(comm, 2)
     assert path == tmp_path / "profile" / "t0.json"
+    assert path.stat().st_mode & 0o777 == 0o600  # as all files of a run
     assert len(finish_profile(tmp_path)) == 1
     merged = gzip.decompress((tmp_path / "profile" / "trace.json.gz").read_bytes())
     events = json.loads(merged)["traceEvents"]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from weakref import WeakKeyDictionary
 
 from torchmn.base.errors import CommunicationError, RankMismatchError
-from torchmn.comm import Communicator
 from torchmn.exchange.agreements.base import Agreement, PassContext
 from torchmn.exchange.replica_divergence import UNKNOWN, ReplicaWatch
 
@@ -14,32 +12,28 @@ _MODULUS = 4096  # so that float32 can hold the sum of the counts of many ranks
 _MAX_STEPS = 64
 
 
-_NUM_MADE: WeakKeyDictionary[Communicator, int] = WeakKeyDictionary()
-"""The number of objects that count exchanges, made so far on each communicator."""
-
-
 class NumExchanges(Agreement):
     """Whose exchange this is, and how many it made before since its buckets were laid out.
 
     Args:
-        comm: the ranks, which must all make these objects in the same order.
+        owner: the number of the optimizer, which is the same on all ranks.
     """
 
     agrees_if_equal = True
     num_values = 2
     num = 0
 
-    def __init__(self, comm: Communicator) -> None:
-        self._maker = _NUM_MADE[comm] = _NUM_MADE.get(comm, 0) + 1
+    def __init__(self, owner: int) -> None:
+        self._owner = owner
 
     def contribute(self, context: PassContext) -> Sequence[float]:
         """See `Agreement.contribute`."""
-        return float(self.num % _MODULUS), float(self._maker % _MODULUS)
+        return float(self.num % _MODULUS), float(self._owner % _MODULUS)
 
     def check(self, context: PassContext) -> None:
         """See `Agreement.check`."""
-        (count, maker), (total, makers), size = self.own, self.sums, self.comm.size
-        if makers != maker * size:
+        (count, owner), (total, owners), size = self.own, self.sums, self.comm.size
+        if owners != owner * size:
             raise CommunicationError(
                 f"{self.comm.rank_label}: gradients of different optimizers were added over ranks, "
                 "for the ranks exchanged them in different orders. Backward passes must reach the "

@@ -96,7 +96,8 @@ class LateRanks(Agreement):
 
     def check(self, context: PassContext) -> None:
         """See `Agreement.check`: late ranks do not know in which order a joint pass exchanges."""
-        if self.sums[1] and (self.are_some_late or self.num_active < self.comm.size):
+        are_some_without_data = 0 < self.num_active < self.comm.size
+        if self.sums[1] and (self.are_some_late or are_some_without_data):
             raise RankMismatchError(f"{self.comm.rank_label}: {NO_JOINT_PASS}")
 
 

@@ -22,6 +22,8 @@ from torchmn.control.processes import signal_name
 
 # Where each run makes its log folder, unless the user names another place.
 LOG_DIR = Path("torchmn-logs")
+LATEST = "latest"  # the link there to the folder of the last run
+JOB_FILE = "job.json"  # in the log folder: what was started, by `torchmn run` alone
 HANG_FILE = "hang.txt"  # in the log folder: what all ranks did when the job was found to hang
 # In the log folder: the summary, and the end of stderr of the rank that failed first.
 FAILURE_FILE = "failure.txt"

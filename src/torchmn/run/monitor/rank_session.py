@@ -34,6 +34,7 @@ from torchmn.control.messages import (
 )
 from torchmn.control.processes import StoppedProcesses, ancestors, is_stopped
 from torchmn.run.monitor.failure_detector import FailureDetector
+from torchmn.run.monitor.inspections import Inspections
 from torchmn.run.monitor.job_result import FAILURE_FILE, HANG_FILE, JobResult, RankRecord, summarize
 
 STOPPED = "is stopped by a signal"
@@ -74,6 +75,9 @@ class RankSession:
         self.detector = FailureDetector(self.records)
         self.connections: dict[int, RankConnection] = {}
         self.is_ending = False
+        self.has_started = True  # whether connected ranks answer, which agents do not do at first
+        self.inspections: Inspections | None = None
+        """Answers `torchmn inspect`, if the owner of this session has made one."""
         self._listener = listener
         # Kept from one wait to the next: a loop that registered thousands of connections each time
         # that one of them is ready would do little else.
@@ -114,6 +118,8 @@ class RankSession:
         # Channels are registered for reading only, so writing is tried again in each turn.
         for connection in self.connections.values():
             connection.channel.flush()
+        if self.inspections is not None:
+            self.inspections.serve(self)
 
     def admit(self, channel: Channel, identity: Message) -> bool:
         """Add a rank's connection; close it if the rank is unknown or connected already.

@@ -47,6 +47,7 @@ from torchmn.control.messages import (
     StatusRequest,
     Terminate,
 )
+from torchmn.control.processes import resident_nbytes
 from torchmn.control.script import (
     Hook,
     is_consequence,
@@ -88,6 +89,7 @@ class ScriptMonitor(Observer):
         self._is_waiting = False
         self._fatal: BaseException | None = None  # the exception that ends this process
         self._has_reported_hang = False
+        self._device_nbytes: int | None = None
         threading.Thread(target=self._run, name="torchmn-monitor", daemon=True).start()
 
     def collectives(self, recorder: Collectives) -> None:
@@ -108,6 +110,10 @@ class ScriptMonitor(Observer):
     def failed(self, error: BaseException) -> None:
         """See `Observer.failed`."""
         self.report(error)
+
+    def memory(self, device_nbytes: int) -> None:
+        """See `Observer.memory`. torch is not asked here: its allocator may be what hangs."""
+        self._device_nbytes = device_nbytes
 
     def note_fatal(self, error: BaseException) -> None:
         """Report this exception, not the current stack, in status replies from now on. Local."""
@@ -204,19 +210,7 @@ class ScriptMonitor(Observer):
                 messages = self._channel.collect()
             for message in messages:
                 if isinstance(message, StatusRequest):
-                    stacks = _format(self._fatal) if self._fatal else _stacks()
-                    of_script = (
-                        traceback_text(self._fatal)
-                        if self._fatal
-                        else script_stack(threading.main_thread())
-                    )
-                    self._post(
-                        StatusReply(
-                            collectives=tuple(self._collectives()),
-                            stacks=stacks,
-                            script_stack=of_script[-_MAX_CHARS:],
-                        )
-                    )
+                    self._post(self._status(message.num_recent))
                 elif isinstance(message, Terminate):
                     self._must_end.set()
             self.look_for_hang()
@@ -229,6 +223,22 @@ class ScriptMonitor(Observer):
                     stuck_since = time.monotonic()
                 elif time.monotonic() - stuck_since > _STUCK_S:
                     _end_now(1)
+
+    def _status(self, num_recent: int) -> StatusReply:
+        """Describe what this process does, with the last collectives of each communicator."""
+        fatal = self._fatal
+        of_script = traceback_text(fatal) if fatal else script_stack(threading.main_thread())
+        recent = [each for own in self._alive() for each in own.recent(num_recent) if num_recent]
+        engines = [each for own in self._alive() if (each := own.engine_status()) is not None]
+        return StatusReply(
+            collectives=tuple(self._collectives()),
+            recent=tuple(sorted(recent, key=lambda each: -each.age_s)[-num_recent:]),
+            engines=tuple(engines),
+            rss_nbytes=resident_nbytes(os.getpid()),
+            device_nbytes=self._device_nbytes,
+            stacks=_format(fatal) if fatal else _stacks(),
+            script_stack=of_script[-_MAX_CHARS:],
+        )
 
     def _is_stuck(self) -> bool:
         """Whether this process waits for ranks that will not arrive."""
