@@ -127,12 +127,12 @@ class Inspections:
         )
 
     @classmethod
-    def of(cls, folder: Path, say: Callable[[str], object]) -> "Inspections | None":
+    def of(cls, folder: Path, show: Callable[[str], object]) -> "Inspections | None":
         """Return those of a job with this log folder; None, after a message, if there are none."""
         try:
             return cls(folder)
         except OSError as error:
-            say(f"torchmn inspect will not find this job: {error}")
+            show(f"torchmn inspect will not find this job: {error}")
             return None
 
     def close(self) -> None:
