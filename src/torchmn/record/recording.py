@@ -32,7 +32,7 @@ from torch.optim.optimizer import (
 from torchmn.base import events
 from torchmn.base.compiling import not_compiled
 from torchmn.base.errors import UsageError
-from torchmn.base.private_files import make_private_folder, write_whole
+from torchmn.base.private_files import make_private_folder
 from torchmn.base.terminal import say
 from torchmn.cluster.environment_variables import RECORD_VARIABLE
 from torchmn.cluster.network import nominal_speed, route_of
@@ -194,8 +194,8 @@ class Recording:
             profile.disable()
             try:
                 make_private_folder(path.parent)
-                write_whole(path, b"")  # which no other user can read, nor what is written to it
                 profile.dump_stats(path)
+                path.chmod(0o600)
             except OSError as error:
                 say(f"the profile {path} cannot be written: {error.strerror or error}")
 
