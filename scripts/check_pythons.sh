@@ -75,7 +75,7 @@ PYTHON
 
 status=0
 table=''
-for version in ${PYTHONS:-3.10 3.11 3.12 3.13}; do
+for version in ${PYTHONS:-3.10 3.11 3.12 3.13 3.14}; do
   if ! python="$(find_python "$version")"; then
     table="$table$version  not here"$'\n'
     continue

@@ -159,11 +159,13 @@ class MonitorHello(Message, frozen=True, kw_only=True):
 
 
 class Failed(Message, frozen=True, kw_only=True):
-    """Script: an error ends it with this exit status. ``traceback`` is the text printed for it.
+    """Script: an error ends it with this exit status. ``traceback`` is the text for the terminal.
 
     ``error`` is the type and the message of the error, which may have several lines.
     ``is_consequence``: the error only reports that another rank has ended or does not answer.
-    ``at`` is in seconds since the epoch.
+    ``at`` is in seconds since the epoch. ``whole`` is the traceback with all frames, empty if the
+    script may continue; unless ``is_shown`` the script has not printed it: the agent writes it to
+    the rank's log.
     """
 
     status: int
@@ -171,12 +173,19 @@ class Failed(Message, frozen=True, kw_only=True):
     error: str
     is_consequence: bool
     at: float
+    whole: str = ""
+    is_shown: bool = True
 
 
 class Leaving(Message, frozen=True, kw_only=True):
-    """Script: it has reached its end and will probably exit with this status."""
+    """Script: it has reached its end and will probably exit with this status.
+
+    ``text`` is what it has not printed: that of ``sys.exit("text")``, or the traceback of a
+    KeyboardInterrupt, with ``status`` 0. The agent writes it to the rank's log.
+    """
 
     status: int
+    text: str = ""
 
 
 class Joining(Message, frozen=True, kw_only=True):

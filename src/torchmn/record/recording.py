@@ -32,8 +32,8 @@ from torch.optim.optimizer import (
 from torchmn.base import events
 from torchmn.base.compiling import not_compiled
 from torchmn.base.errors import UsageError
+from torchmn.base.log import Log
 from torchmn.base.private_files import make_private_folder
-from torchmn.base.terminal import say
 from torchmn.cluster.environment_variables import RECORD_VARIABLE
 from torchmn.cluster.network import nominal_speed, route_of
 from torchmn.control.processes import resident_nbytes
@@ -57,6 +57,7 @@ from torchmn.record.timeline import clock_of
 _PERIOD_S = 1.0
 _MEMORY_PERIOD_S = 10.0
 _CLOCK_PERIOD_S = 60.0
+_log = Log(__name__)
 _VERSIONED = ("torch", "numpy", "mpi4py")
 
 
@@ -197,7 +198,7 @@ class Recording:
                 profile.dump_stats(path)
                 path.chmod(0o600)
             except OSError as error:
-                say(f"the profile {path} cannot be written: {error.strerror or error}")
+                _log.warning("the profile %s cannot be written: %s", path, error.strerror or error)
 
     def _close_at_exit(self) -> None:
         # Functions at exit are not told the status; an uncaught exception leaves ``last_value``.
@@ -281,9 +282,13 @@ def start(comm: World, folder: Path) -> Recording | None:
             recording = Recording(comm, Path(name), address, server)
             _current.append(recording)
     except OSError as error:
-        say(
-            f"rank {comm.rank}: no record of steps is kept, for {name} cannot be written "
-            f"({error.strerror or error}). {RECORD_VARIABLE}=off switches it off."
+        Log(__name__, rank=comm.rank, size=comm.size).warning(
+            "rank %d: no record of steps is kept, for %s cannot be written (%s). %s=off switches "
+            "it off.",
+            comm.rank,
+            name,
+            error.strerror or error,
+            RECORD_VARIABLE,
         )
         if server is not None:
             server.close()

@@ -168,7 +168,8 @@ class Supervisor:
             launcher_problem=self._launcher_problem,
             launcher_returncode=self._launcher_returncode,
         )
-        has_output = any(record.num_lines for record in self._session.records)
+        records = self._session.records
+        has_output = any(record.num_lines or record.is_unprinted for record in records)
         if result.is_launcher_failure or (result.exit_code and not has_output):
             with suppress(OSError):  # its folder may be gone
                 lines = self.launcher_log.read_text(errors="replace").splitlines()

@@ -146,6 +146,8 @@ class ElasticLauncher:
     def _begin(self, found: Round) -> None:
         """Begin a round: listen for its ranks, which authenticate with the round's own secret."""
         if self._ranks is not None:
+            if found.num_restarts > self._ranks.round.num_restarts:
+                self._ranks.show_error(self._ranks.result())
             self._output.say(self._describe_restart(self._ranks, found))
             self._ranks.close()
         for member in found.members:

@@ -7,6 +7,8 @@ another launcher the monitor server. It is given the time, and has no effects.
 from collections import Counter
 from collections.abc import Sequence
 
+import msgspec
+
 from torchmn.base.errors import SAVED_STATUS
 from torchmn.control.hang_report import EARLY_END, HangReport, RankStatus, report, report_of_joining
 from torchmn.control.messages import Failed, Joined, Joining, Leaving, Message, Overdue, StatusReply
@@ -38,7 +40,12 @@ class FailureDetector:
     def on_message(self, record: RankRecord, message: Message, now: float) -> None:
         """Record a report of a rank, or of its agent in its place."""
         if isinstance(message, Failed):
-            record.failed = record.failed or message
+            before = record.failed
+            if before is None:
+                record.failed = message
+            elif message.whole and message.is_consequence == before.is_consequence:
+                # What was reported when the communicator broke now ends the script.
+                record.failed = msgspec.structs.replace(message, at=before.at)
             if message.is_consequence:
                 self._suspect(now)
                 if record.joining and not record.has_joined and self._reporter is None:
@@ -49,6 +56,7 @@ class FailureDetector:
             record.has_joined = True
         elif isinstance(message, Leaving):
             record.is_leaving, record.leaving_status = True, message.status
+            record.leaving_text = message.text
             if message.status not in (0, SAVED_STATUS):
                 self._suspect(now)
         elif isinstance(message, Overdue):

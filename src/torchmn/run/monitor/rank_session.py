@@ -273,11 +273,13 @@ def write_hang_report(folder: Path, text: str) -> str:
 
 
 def write_failure_report(folder: Path, result: JobResult, summary: str) -> str:
-    """Write ``failure.txt``: the end of the failed rank's stderr, then the summary.
+    """Write ``failure.txt``: the whole traceback, or the end of stderr, then the summary.
 
     Returns the problem if it cannot be written, such as a full disk, else an empty string.
     """
-    return _write(folder / FAILURE_FILE, "\n".join([*stderr_tail(result), summary]) + "\n")
+    first = result.first_failure
+    whole = first.failed.whole.splitlines() if first is not None and first.failed else []
+    return _write(folder / FAILURE_FILE, "\n".join([*(whole or stderr_tail(result)), summary, ""]))
 
 
 def stderr_tail(result: JobResult) -> list[str]:
