@@ -287,7 +287,7 @@ def make_log_folder(job: Job) -> Job:
     try:
         job.log_dir.mkdir(parents=True, exist_ok=True)
         if text := remove_old(job.log_dir, None if job.keep_logs is None else job.keep_logs - 1):
-            say(text)
+            _log.info("%s", text)
         own = replace(job, log_dir=_new_folder(job.log_dir))
         (own.log_dir / "launcher.log").touch(mode=0o600)
         record = json.dumps(_record(job), indent=1) + "\n"

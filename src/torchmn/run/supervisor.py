@@ -38,7 +38,7 @@ class Supervisor:
         self._output = output
         self._owner = ProcessOwner(output)
         self._session = AgentSession(listener, job.num_ranks, job, job.log_dir, output)
-        self._session.inspections = Inspections.of(job.log_dir, output.say)
+        self._session.inspections = Inspections.of(job.log_dir)
         self._processes: dict[int, Command] = {}
         self._start_by = self._session.clock.now + _START_LIMIT_S
         self._kill_at = math.inf
