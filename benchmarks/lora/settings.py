@@ -24,7 +24,7 @@ NUM_TURNS = 8
 """All sides are compared after these times `TURN_STEPS` steps."""
 WARM_UP_STEPS = 20
 BASELINE, NO_EXCHANGE = "DDP", "no exchange"
-PRETRAINING_STEPS, PRETRAINING_BATCH = 400, 16
+PRETRAINING_STEPS, PRETRAINING_BATCH = 120, 8
 NUM_VALIDATION = 64
 """Validation sequences, spread over the last tenth of each half."""
 
@@ -66,7 +66,12 @@ SIDES: tuple[Side, ...] = (
     diloco(20, LEARNING_RATE, overlap=2),
 )
 CANDIDATES: tuple[Side, ...] = tuple(
-    Side(name=f"{side.name}, rate {rate:g}", build=side.build, learning_rate=rate, options=side.options)
+    Side(
+        name=f"{side.name}, rate {rate:g}",
+        build=side.build,
+        learning_rate=rate,
+        options=side.options,
+    )
     for rate in (1e-3, 2e-3, 4e-3)
     for side in (SIDES[1], diloco(10, rate), diloco(20, rate))
 )
