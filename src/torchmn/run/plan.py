@@ -13,6 +13,7 @@ from torchmn.cluster.environment_variables import PROFILE_VARIABLE, RECORD_VARIA
 from torchmn.cluster.hostlists import Host, parse_hostfile, parse_hosts, select_hosts
 from torchmn.cluster.launcher_env import LauncherInfo, read_launcher_env
 from torchmn.cluster.network import is_this_host
+from torchmn.cluster.operating_system import require_linux
 from torchmn.cluster.units import counted
 from torchmn.control.rank_claim import claimed_by
 from torchmn.record.profile_request import ProfileRequest, is_record_off
@@ -81,6 +82,10 @@ class RunOptions:
         "Folder in which this run makes its own for rank0.log, rank0.exit.json, ... "
         "(default: torchmn-logs)."
     )
+    keep_logs: int | None = _option(
+        "Keep the folders of the newest N runs there, and remove older ones (default: all stay).",
+        metavar="N",
+    )
     grace_s: float | None = _option(
         "Seconds between terminating a rank and killing it (default: 5 when the job fails, 30 "
         "after SIGTERM, in a scheduler's job as long as that gives).",
@@ -140,6 +145,7 @@ class RunOptions:
             exported=tuple(text.partition("=")[0] for text in self._all_exported),
             backend=backend,
             log_dir=self.log_dir or LOG_DIR,
+            keep_logs=self.keep_logs,
             grace_s=FAILURE_GRACE_S if self.grace_s is None else self.grace_s,
             signal_grace_s=signal_grace_s if self.grace_s is None else self.grace_s,
         )
@@ -183,6 +189,7 @@ def plan_job(options: RunOptions, env: Mapping[str, str]) -> tuple[Job, str]:
     >>> job.num_ranks, job.argv
     (2, ('python', 'train.py'))
     """
+    require_linux("torchmn run")
     if options.launcher not in LAUNCHERS:
         raise UnknownNameError("launcher", options.launcher, LAUNCHERS)
     if options.max_restarts is not None:
@@ -232,6 +239,7 @@ def plan_elastic(options: RunOptions, env: Mapping[str, str]) -> tuple[ElasticJo
     >>> elastic.job.num_ranks, elastic.limits.max_restarts
     (2, 3)
     """
+    require_linux("torchmn run")
     min_hosts, max_hosts, join_timeout_s = parse_elastic(options.elastic or "")
     if options.backend == "mpi" or options.launcher == "mpirun":
         raise UnsupportedError(
