@@ -41,7 +41,7 @@ class Side:
 
 def diloco(block: int, rate: float, overlap: int = 0) -> Side:
     """DiLoCo with ``DiLoCo.recommended``'s outer optimizer."""
-    late = f", {overlap} steps late" if overlap else ""
+    late = f", {overlap} step late" if overlap else ""
     return Side(
         name=f"DiLoCo int8, {block} steps{late}",
         build="torchmn",
@@ -63,7 +63,7 @@ SIDES: tuple[Side, ...] = (
         options={"codec": "int8"},
     ),
     diloco(20, LEARNING_RATE),
-    diloco(20, LEARNING_RATE, overlap=2),
+    diloco(20, LEARNING_RATE, overlap=1),
 )
 CANDIDATES: tuple[Side, ...] = tuple(
     Side(
