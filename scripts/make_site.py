@@ -82,6 +82,7 @@ SECTIONS = (
             "how-to/slow",
             "how-to/record",
             "how-to/slow-links",
+            "how-to/lora",
             "how-to/gradient-accumulation",
             "how-to/large-batch",
             "how-to/mixed-gpus",
