@@ -129,7 +129,7 @@ PYTHON
         '[mpi]') check 'trains under mpirun' "${run[@]}" run --launcher mpirun -n 2 "$work/train.py" ;;
         '[all]')
           check 'imports' "$venv/bin/python" -c \
-            'import cloudpickle, mpi4py.MPI, numba, PIL, plotly, pytorch_pfn_extras, simplejpeg'
+            'import cloudpickle, mpi4py.MPI, numba, PIL, prometheus_client, pytorch_pfn_extras, simplejpeg'
           check 'report' "${run[@]}" report
           check 'plan' "${run[@]}" plan --hosts 1,2 "$PWD/examples/imagenet/240_gpus.toml"
           ;;

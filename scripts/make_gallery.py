@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import tomllib
 import torch
 from matplotlib import pyplot
 from matplotlib.patches import FancyBboxPatch, Rectangle

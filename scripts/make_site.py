@@ -127,6 +127,7 @@ SECTIONS = (
             "reference/doctor",
             "reference/cntk",
             "reference/works-with",
+            "reference/logging",
             "reference/environment",
             "reference/exit-status",
             "reference/messages",

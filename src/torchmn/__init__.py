@@ -38,6 +38,7 @@ _HOME = {
     "Timeout": "torchmn.comm",
     "Topology": "torchmn.cluster",
     "TorchmnError": "torchmn.errors",
+    "TorchmnWarning": "torchmn.errors",
     "Trainer": "torchmn.train",
     "create_communicator": "torchmn.comm",
     "create_empty_dataset": "torchmn.data",

@@ -48,6 +48,12 @@ class Collectives(Protocol):
     def describe(self) -> Sequence[Any]:
         """The most recent collective of each group."""
 
+    def recent(self, count: int) -> Sequence[Any]:
+        """The last collectives, the oldest first."""
+
+    def engine_status(self) -> Any:
+        """What is running and queued; None if these collectives have no engine."""
+
 
 @dataclass(frozen=True)
 class Gradient:
@@ -121,6 +127,9 @@ class Observer:
 
     def failed(self, error: BaseException) -> None:
         """A communicator has become unusable because of ``error``; the script may still run."""
+
+    def memory(self, device_nbytes: int) -> None:
+        """The record has measured the memory that torch has allocated on this rank's device."""
 
     def checkpoint_saved(self, step: int) -> None:
         """All ranks have saved the checkpoint of step ``step``."""

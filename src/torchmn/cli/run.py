@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from torchmn.base.log import LOG_VARIABLE, use_level
 from torchmn.base.terminal import say
 from torchmn.cli.options import add_options, given
 from torchmn.cluster.environment_variables import split_words
@@ -28,6 +29,9 @@ def run(
     is_dry: Annotated[
         bool, typer.Option("--dry-run", help="Print the commands without running them.")
     ] = False,
+    is_quiet: Annotated[
+        bool, typer.Option("-q", "--quiet", help=f"No notes of torchmn: {LOG_VARIABLE}=warning.")
+    ] = False,
     is_module: Annotated[
         bool, typer.Option("-m", "--module", help="Run a Python module: SCRIPT is its name.")
     ] = False,
@@ -43,6 +47,8 @@ def run(
     from torchmn.run.rank_environment import run_as_rank
     from torchmn.run.start import dry_run, dry_run_elastic, run_elastic_job, run_job
 
+    if is_quiet:
+        options["exported"] = [*(options["exported"] or ()), f"{LOG_VARIABLE}=warning"]
     launcher, *launcher_args = split_words(options.pop("launcher"), source="--launcher") or ("",)
     request = RunOptions(
         argv=tuple(python_command(target, args or [], is_module=is_module)),
@@ -52,6 +58,7 @@ def run(
         **given(options),
     )
     env = request.environment(os.environ)
+    use_level(env.get(LOG_VARIABLE, ""))
     misplaced = next((word for word in args or () if word in ("-n", "-np")), "")
     if misplaced and request.num_ranks is None:
         say(

@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Mapping
 
 from torchmn.base.errors import UsageError
+from torchmn.base.log import LOG_VARIABLE as LOG_VARIABLE
 
 BACKEND_VARIABLE = "TORCHMN_BACKEND"
 EXIT_TIMEOUT_VARIABLE = "TORCHMN_EXIT_TIMEOUT_S"

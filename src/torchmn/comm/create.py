@@ -9,7 +9,6 @@ import secrets
 import socket
 import sys
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -20,12 +19,14 @@ import torch
 
 from torchmn.base import events
 from torchmn.base.errors import (
+    ResultWarning,
     TopologyError,
     TorchmnError,
     UnsupportedError,
     UsageError,
     raise_if_unknown,
 )
+from torchmn.base.warn import warn
 from torchmn.cluster import RankPlacement, Topology
 from torchmn.cluster.environment_variables import (
     BACKEND_VARIABLE,
@@ -33,7 +34,7 @@ from torchmn.cluster.environment_variables import (
     SECRET_VARIABLE,
     TRANSPORT_VARIABLE,
 )
-from torchmn.cluster.gpus import may_share_gpus
+from torchmn.cluster.gpus import may_share_gpus, shared_gpu_problem
 from torchmn.cluster.launcher_env import LauncherInfo
 from torchmn.cluster.network import rdma_adapters
 from torchmn.cluster.operating_system import require_linux
@@ -223,6 +224,7 @@ def _ready(comm: Communicator, timeout: Timeout, *, is_recorded: bool, quiet: bo
         recording.start(comm, Path(os.environ[RECORD_VARIABLE]))  # an observer from now on
     if quiet and comm.rank != 0:
         _drop_standard_output(comm)
+    comm.logger(__name__).debug("communicator of %d ranks: %s", comm.size, comm.settings)
     return comm
 
 
@@ -255,25 +257,24 @@ def _warn_about_fallback(comm: Communicator) -> None:
         return
     text = f"no TCP connections between hosts: {found[0]}; large messages use gloo, which is slower"
     comm.reason = f"{comm.reason}; {text}" if comm.reason else text
-    if comm.rank == 0:
-        warnings.warn(
-            f"{comm.rank_label}: {text}. Up to {MAX_PEERS + 1} ranks that send between hosts are "
-            "connected; 'hierarchical' has one of them per host. Check that no firewall blocks "
-            "free ports and that GLOO_SOCKET_IFNAME names the interface between the hosts.",
-            RuntimeWarning,
-            stacklevel=4,
-        )
+    comm.logger(__name__).warning(
+        "%s: %s. Up to %d ranks that send between hosts are connected; 'hierarchical' has one of "
+        "them per host. Check that no firewall blocks free ports and that GLOO_SOCKET_IFNAME "
+        "names the interface between the hosts.",
+        comm.rank_label,
+        text,
+        MAX_PEERS + 1,
+    )
 
 
 def _warn_if_hashes_differ(hashes: set[int]) -> None:
     """Warn if ranks hash strings differently, so that sets have different orders."""
     if len(hashes) > 1:
-        warnings.warn(
+        warn(
             "The ranks hash strings differently, so that list(set(labels)) has another order on "
             "each of them, silently. Set PYTHONHASHSEED=0 for all ranks before they start, as "
             "torchmn run does.",
-            RuntimeWarning,
-            stacklevel=3,
+            ResultWarning,
         )
 
 
@@ -464,8 +465,9 @@ def _own_device(
     # Before any other CUDA call, which would create a context, and use memory, on GPU 0.
     torch.cuda.set_device(device)
     if isinstance(world, TorchDistributedTransport):
-        has_own = len(set(used)) == len(used) or may_share_gpus(os.environ)
-        may_use_nccl = has_own and (world.has_nccl or not is_own)
+        may_share = may_share_gpus(os.environ)
+        problem = shared_gpu_problem(len(used), len(set(used)), may_share=may_share)
+        may_use_nccl = not problem and (world.has_nccl or not is_own)
         world.use_gpu(device, may_use_nccl=may_use_nccl)
     return device
 

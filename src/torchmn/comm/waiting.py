@@ -27,7 +27,6 @@ import select
 import socket
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,6 +35,7 @@ from dataclasses import dataclass, field
 
 from torchmn.base import events
 from torchmn.base.errors import LaunchError, UsageError
+from torchmn.base.log import Log
 from torchmn.comm.flight_recorder import CollectiveRecord, FlightRecorder
 from torchmn.comm.transports.base import TimeLimit, Transport, abort_pending_receives
 from torchmn.control.authenticated_listener import AuthenticatedListener, connect
@@ -195,7 +195,8 @@ class PeerStatus:
         if about.missing and not any(found[rank].is_halted for rank in about.missing):
             # Of all ranks that wait only the lowest one warns.
             if not wait.has_warned and self._rank == min(waiting):
-                warnings.warn(_warning(about.summary, wait), RuntimeWarning, stacklevel=1)
+                log = Log(__name__, rank=self._rank, size=len(found), host=self._hosts[self._rank])
+                log.warning("%s", _warning(about.summary, wait))
             wait.has_warned = True
         elif about.missing or min(waiting.values()) >= wait.ask_s:
             self._end(entry, wait, wait.ask_s)

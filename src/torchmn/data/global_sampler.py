@@ -9,7 +9,6 @@ and resume on another without losing or repeating a sample.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -17,7 +16,8 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from torchmn.base.errors import UsageError
+from torchmn.base.errors import CheckpointWarning, UsageError
+from torchmn.base.warn import warn
 from torchmn.comm.training_start import training_steps
 from torchmn.data.batch_settings import BatchSettings, HasBatchSettings
 from torchmn.data.counted_loader import PassSampler
@@ -271,11 +271,11 @@ class GlobalSampler(PassSampler):
         """The state after the batches that the loop has received. The same on all ranks."""
         if self._is_known_ahead and not self._has_warned:
             self._has_warned = True
-            warnings.warn(
+            warn(
                 f"{self._comm.rank_label}: the position of this GlobalSampler counts the batches "
                 "that workers of a DataLoader have prefetched, too: a training that continues from "
                 f"its state would leave them out. {_CURE}, or state_after(n).",
-                stacklevel=2,
+                CheckpointWarning,
             )
         return self._now()
 

@@ -30,9 +30,12 @@ from torchmn.control.heartbeat import answer
 from torchmn.control.messages import (
     EndedBy,
     Exit,
+    Failed,
     ForwardSignal,
     HeartbeatRequest,
+    Leaving,
     LogWarning,
+    Message,
     ScriptStarted,
     Shown,
     StartScript,
@@ -105,7 +108,7 @@ class Agent:
         self._held: set[int] = set()
         self._end_leftovers_at: float | None = None
         self._kill_leftovers_at = 0.0
-        self._link = ScriptLink(channel.post)
+        self._link = ScriptLink(self._on_report)
 
     def run(self, env: Mapping[str, str]) -> int:
         """Run the script to its end, report how it ended, and return its exit code."""
@@ -242,6 +245,14 @@ class Agent:
                 self._output.on_shown(message.num_bytes)
         if not self._channel.is_open:
             self._terminate(signal.SIGTERM, "outside")  # the supervisor is dead
+
+    def _on_report(self, message: Message) -> None:
+        """Forward a message of the script, and write what it has not printed to its log."""
+        if isinstance(message, Failed) and not message.is_shown:
+            self._output.write_to_log(message.whole)
+        elif isinstance(message, Leaving):
+            self._output.write_to_log(message.text)
+        self._channel.post(message)
 
     # ---- the end ------------------------------------------------------------------------------
 

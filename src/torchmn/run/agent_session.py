@@ -6,6 +6,7 @@ Used by the supervisor of a job, and for every round of an elastic job.
 import math
 import signal
 import socket
+from collections import deque
 from contextlib import suppress
 from pathlib import Path
 
@@ -43,6 +44,8 @@ from torchmn.run.rank_environment import torchrun_variables
 BINDING_FILE = "binding.txt"
 """File in the log folder with the cores, GPU, memory node and threads of each rank."""
 _MAX_HANG_LINES = 200
+_MAX_LAST_LINES = 20
+"""Lines that a reader still sees when the job has ended."""
 
 
 class AgentSession(RankSession):
@@ -60,7 +63,7 @@ class AgentSession(RankSession):
         self._job = job
         self._output = output
         self._problems: list[str] = []
-        self._last_line = ""  # of all ranks
+        self._last_lines: deque[str] = deque(maxlen=_MAX_LAST_LINES)  # of all ranks
         self.has_started = False  # whether the agents were ordered to start their scripts
         # Until when ranks may save and exit, of `clock`, once SIGTERM was received.
         self.leave_by: float | None = None
@@ -146,7 +149,7 @@ class AgentSession(RankSession):
     def _on_output(self, record: RankRecord, message: Output) -> None:
         record.num_lines += len(message.lines)
         if message.lines:
-            self._last_line = message.lines[-1]
+            self._last_lines.extend(message.lines)
         if message.stream == "err":
             record.last_errors.extend(message.lines)
         self._output.lines(record.rank, message.stream, message.lines)
@@ -189,11 +192,23 @@ class AgentSession(RankSession):
         return hang
 
     def report_failure(self, folder: Path, result: JobResult, summary: str) -> None:
-        """Write ``failure.txt``, and show its stderr part unless it was the last output shown."""
-        tail = stderr_tail(result)
-        if tail and tail[-1] != self._last_line:  # ranks that failed alike show it as well
-            self._output.quote("\n".join(tail))
+        """Show the error of the rank that failed first, and write ``failure.txt``."""
+        self.show_error(result)
         self._say(write_failure_report(folder, result, summary))
+
+    def show_error(self, result: JobResult) -> None:
+        """Show the error of the rank that failed first, unless that was shown a few lines ago.
+
+        If the result is no failure of a rank, the error that a rank has not printed is shown.
+        """
+        left = (each for each in self.records if each.is_unprinted and not each.is_consequence)
+        first, tail = result.first_failure or next(left, None), stderr_tail(result)
+        if first is not None and first.is_unprinted:
+            self._output.lines(first.rank, "err", first.error_lines)
+        elif first is not None and first.failed is not None and first.failed.whole:
+            return  # it was printed by a hook of the script
+        elif tail and tail[-1] not in self._last_lines:  # ranks that failed alike show it as well
+            self._output.quote("\n".join(tail))
 
     def _say(self, text: str) -> None:
         if text:

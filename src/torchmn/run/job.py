@@ -37,7 +37,8 @@ class Job:
     all hosts, and ``launcher_args`` are passed verbatim to the launcher. When the job fails, the
     time between asking a rank to end and killing it is ``grace_s``; after SIGTERM from outside it
     is ``signal_grace_s``, ``None`` to leave that to the scheduler. Each run makes a folder of its
-    own in ``log_dir``. ``warning`` is what the launcher says besides its first line, if anything.
+    own in ``log_dir``, where the newest ``keep_logs`` stay, None for all. ``warning`` is what the
+    launcher says besides its first line, if anything.
 
     >>> from torchmn.run.plan import RunOptions, plan_job
     >>> job, _ = plan_job(RunOptions(argv=("python", "train.py"), num_ranks=2), {})
@@ -59,8 +60,11 @@ class Job:
     grace_s: float = FAILURE_GRACE_S
     signal_grace_s: float | None = SIGNAL_GRACE_S
     warning: str = ""
+    keep_logs: int | None = None
 
     def __post_init__(self) -> None:
+        if self.keep_logs is not None and self.keep_logs < 1:
+            raise UsageError(f"--keep-logs must be at least 1, got {self.keep_logs}.")
         if self.num_ranks < 1:
             raise UsageError(f"-n must be at least 1, got {self.num_ranks}.")
         if not 0 <= self.grace_s < float("inf"):

@@ -25,8 +25,8 @@ from torchmn.base.errors import UsageError
 from torchmn.cluster.operating_system import require_linux
 from torchmn.control.processes import kill_on_parent_death, python_module
 from torchmn.run.job import Backend, Job
-from torchmn.run.monitor.job_result import FAILURE_FILE
-from torchmn.run.start import LATEST, run_job
+from torchmn.run.monitor.job_result import FAILURE_FILE, LATEST
+from torchmn.run.start import run_job
 
 _MODULE = "torchmn.run.local_ranks"
 _GUARD = (

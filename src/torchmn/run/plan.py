@@ -82,6 +82,10 @@ class RunOptions:
         "Folder in which this run makes its own for rank0.log, rank0.exit.json, ... "
         "(default: torchmn-logs)."
     )
+    keep_logs: int | None = _option(
+        "Keep the folders of the newest N runs there, and remove older ones (default: all stay).",
+        metavar="N",
+    )
     grace_s: float | None = _option(
         "Seconds between terminating a rank and killing it (default: 5 when the job fails, 30 "
         "after SIGTERM, in a scheduler's job as long as that gives).",
@@ -141,6 +145,7 @@ class RunOptions:
             exported=tuple(text.partition("=")[0] for text in self._all_exported),
             backend=backend,
             log_dir=self.log_dir or LOG_DIR,
+            keep_logs=self.keep_logs,
             grace_s=FAILURE_GRACE_S if self.grace_s is None else self.grace_s,
             signal_grace_s=signal_grace_s if self.grace_s is None else self.grace_s,
         )

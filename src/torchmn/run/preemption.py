@@ -10,15 +10,14 @@ import os
 import signal
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
 import torch
 
-from torchmn.base.errors import SAVED_STATUS, UsageError
-from torchmn.base.terminal import say
+from torchmn.base.errors import SAVED_STATUS, CheckpointWarning, UsageError
+from torchmn.base.warn import warn
 from torchmn.cluster.walltime import job_end
 from torchmn.comm import Communicator
 from torchmn.control.script import record_progress
@@ -118,7 +117,8 @@ class Preemption:
         # A launcher may end the job when the first rank exits, while others still save.
         self._comm.barrier()
         if self.reason:
-            say(f"saved and exited: {self.reason}.")
+            # The reason is that of one rank, or of each that got a signal.
+            self._comm.logger(__name__, all_ranks=True).info("saved and exited: %s.", self.reason)
         self.close()
         raise SystemExit(SAVED_STATUS)
 
@@ -144,10 +144,9 @@ class Preemption:
 def _warn_if_short(left_s: float, margin_s: float) -> None:
     """Warn if the job, and each job that continues it, would save after its first step."""
     if left_s <= margin_s:
-        warnings.warn(
+        warn(
             f"The scheduler ends this job in {left_s:.0f} s, and margin_s={margin_s:g}: all ranks "
             "save and exit after their first step. Ask for a longer time limit, or pass a smaller "
             "margin_s.",
-            RuntimeWarning,
-            stacklevel=3,
+            CheckpointWarning,
         )

@@ -26,6 +26,7 @@ _MAX_UNSHOWN_BYTES = 1 << 14
 # Of output that waits and is in no file: with more the script has to wait.
 _MAX_MEMORY_BYTES = 1 << 20
 _CHUNK_BYTES = 1 << 13
+_MAX_CHUNKS = 16
 _REFRESH_PERIOD_S = 0.2
 _URGENT_S = 2.0
 
@@ -103,6 +104,23 @@ class ScriptOutput:
             self._post(part.stream, self._splitters[part.stream].feed(chunk))
         self._refresh()
 
+    def write_to_log(self, text: str) -> None:
+        """Append text to the log after all that the script has printed, without sending it.
+
+        Where there is no log it is sent.
+        """
+        if not text:
+            return
+        for pipe in list(self._pipes):
+            with suppress(BlockingIOError):
+                for _ in range(_MAX_CHUNKS):  # other processes may write without pause
+                    if pipe in self._pipes:
+                        self._on_chunk(pipe, os.read(pipe.file.fileno(), 1 << 16))
+        is_new_line = not self._log_bytes or self._read_log(self._log_bytes - 1, 1) == b"\n"
+        data = ("" if is_new_line else "\n").encode() + f"{text}\n".encode(errors="replace")
+        if self._write_log(data) is None:
+            self._waiting.append(_Part("err", len(data), data=data))
+
     def drain(self, wait: Callable[[], None], *, is_urgent: bool) -> None:
         """Read what is left in the streams and send everything; ``wait`` waits for messages.
 
@@ -128,6 +146,8 @@ class ScriptOutput:
 
     def _reader(self, pipe: _Pipe) -> Callable[[], None]:
         def read() -> None:
+            if pipe not in self._pipes:  # `write_to_log` has just read its end
+                return
             with suppress(BlockingIOError):
                 self._on_chunk(pipe, os.read(pipe.file.fileno(), 1 << 16))
             self.send()

@@ -17,6 +17,7 @@ from torchmn.run.backend import remove_abandoned
 from torchmn.run.child_processes import ProcessOwner, start_process
 from torchmn.run.console import RankOutput
 from torchmn.run.job import Command, Job
+from torchmn.run.monitor.inspections import Inspections
 from torchmn.run.monitor.rank_session import STOPPED
 
 # How much longer than the ranks' grace period we wait before we kill the agents themselves.
@@ -37,6 +38,7 @@ class Supervisor:
         self._output = output
         self._owner = ProcessOwner(output)
         self._session = AgentSession(listener, job.num_ranks, job, job.log_dir, output)
+        self._session.inspections = Inspections.of(job.log_dir, output.say)
         self._processes: dict[int, Command] = {}
         self._start_by = self._session.clock.now + _START_LIMIT_S
         self._kill_at = math.inf
@@ -65,6 +67,8 @@ class Supervisor:
             if self._job.backend == "mpi":
                 remove_abandoned()
             self._session.close()
+            if self._session.inspections is not None:
+                self._session.inspections.close()
         code = self._report()
         self._owner.finish_output()
         return code
@@ -164,7 +168,8 @@ class Supervisor:
             launcher_problem=self._launcher_problem,
             launcher_returncode=self._launcher_returncode,
         )
-        has_output = any(record.num_lines for record in self._session.records)
+        records = self._session.records
+        has_output = any(record.num_lines or record.is_unprinted for record in records)
         if result.is_launcher_failure or (result.exit_code and not has_output):
             with suppress(OSError):  # its folder may be gone
                 lines = self.launcher_log.read_text(errors="replace").splitlines()

@@ -133,3 +133,26 @@ def test_endless_line_does_not_fill_the_memory() -> None:
     full = LineSplitter()
     full.feed(b"\r1" * 5000 + b"\r2\r")
     assert full.feed(b"\n") == ["2"]
+
+
+@pytest.mark.parametrize("has_log", [True, False])
+def test_what_the_launcher_prints_is_in_the_log_alone(tmp_path: Path, has_log: bool) -> None:
+    """After all that the script has printed, and on lines of its own."""
+    script = Script(tmp_path / "rank0.log" if has_log else Path("/proc/none/rank0.log"))
+    reading, pipe = os.pipe()
+    script.output.follow("err", os.fdopen(reading, "rb", buffering=0))
+    os.write(pipe, b"one\nunfinished")
+    script.output.write_to_log("Traceback\nValueError: \ud800")
+    os.write(pipe, b" line\n")
+    os.close(pipe)
+    os.close(script.pipe)
+    script.output.drain(script.acknowledge, is_urgent=False)
+    script.show()
+    if has_log:
+        text = (tmp_path / "rank0.log").read_text()
+        assert text == "one\nunfinished\nTraceback\nValueError: ?\n line\n"
+        assert script.shown == ["one", "unfinished line"]
+    else:
+        assert [line for line in script.shown if "Error" in line] == ["ValueError: ?"]
+    script.channel.close()
+    script.supervisor.close()

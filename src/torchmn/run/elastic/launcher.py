@@ -32,6 +32,7 @@ from torchmn.run.elastic.rendezvous_state import (
 )
 from torchmn.run.elastic.round_session import RoundSession, num_ranks_of
 from torchmn.run.job import Command
+from torchmn.run.monitor.inspections import Inspections
 from torchmn.run.monitor.job_result import JobResult
 from torchmn.run.monitor.rank_session import write_failure_report
 
@@ -63,6 +64,7 @@ class ElasticLauncher:
         )
         self._hosts = HostProcesses(names, self._host_command, self._job.log_dir)
         self._ranks: RoundSession | None = None
+        self._inspections = Inspections.of(self._job.log_dir, output.say)
         self._has_stopped = False
         self._end: str | None = None  # why the job ended, empty if it went well
         self._kill_at = float("inf")
@@ -83,6 +85,8 @@ class ElasticLauncher:
                 self._ranks.close()
             self._rendezvous.close()
             self._listener.close()
+            if self._inspections is not None:
+                self._inspections.close()
         code = self._report()
         self._owner.finish_output()
         return code
@@ -142,6 +146,8 @@ class ElasticLauncher:
     def _begin(self, found: Round) -> None:
         """Begin a round: listen for its ranks, which authenticate with the round's own secret."""
         if self._ranks is not None:
+            if found.num_restarts > self._ranks.round.num_restarts:
+                self._ranks.show_error(self._ranks.result())
             self._output.say(self._describe_restart(self._ranks, found))
             self._ranks.close()
         for member in found.members:
@@ -157,6 +163,7 @@ class ElasticLauncher:
         self._ranks = RoundSession(
             found, self._job, listener, self._output, on_checkpoint=self._on_checkpoint
         )
+        self._ranks.inspections = self._inspections
 
     def _on_checkpoint(self, saved: CheckpointSaved) -> None:
         """Let waiting hosts join, since all continue from this checkpoint."""
