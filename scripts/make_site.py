@@ -67,6 +67,7 @@ SECTIONS = (
         (
             "how-to/install",
             "how-to/port-a-script",
+            "how-to/one-machine-with-gpus",
             "how-to/start",
             "how-to/job-scripts",
             "how-to/kubernetes",

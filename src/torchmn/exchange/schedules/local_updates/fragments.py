@@ -328,7 +328,7 @@ def trained_and_frozen(
     """
     numbers = [(n, p) for n, p in parameters if p.is_floating_point() or p.is_complex()]
     names = {n for n, p in numbers if n in known or is_trained(p)} or {n for n, _ in numbers}
-    frozen = [p for n, p in numbers if n not in names]
+    frozen: list[Tensor] = [p for n, p in numbers if n not in names]
     return [(n, p) for n, p in numbers if n in names], frozen
 
 
