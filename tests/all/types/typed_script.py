@@ -7,17 +7,27 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
-from torchmn.compression import CodecName, ErrorFeedback, Quantized
-from torchmn.schedules import BlockMomentum, ScheduleName
 from typing_extensions import assert_type
 
 import torchmn
 from torchmn.comm import RouteName
+from torchmn.comm.codecs import CodecName, ErrorFeedback, Quantized
 from torchmn.data import StreamLoader, SubDataset
+from torchmn.exchange.schedules import BlockMomentum, ScheduleName
 
 
 class OwnLoader(DataLoader[Tensor]):
     """A loader of the user's."""
+
+
+class Words:
+    """A data set of the user's."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> str:
+        return "word"
 
 
 def stream() -> Iterator[dict[str, Tensor]]:
@@ -25,7 +35,9 @@ def stream() -> Iterator[dict[str, Tensor]]:
     yield {"x": torch.ones(2)}
 
 
-def train(route: RouteName, codec: CodecName, schedule: ScheduleName) -> None:
+def train(
+    route: RouteName, codec: CodecName, schedule: ScheduleName, place: tuple[str, int]
+) -> None:
     """Names are checked, and so are objects."""
     comm = torchmn.create_communicator(route, transport="torch", allreduce_grad_dtype="float16")
     comm = torchmn.create_communicator(allreduce_grad_dtype=torch.bfloat16)
@@ -39,7 +51,7 @@ def train(route: RouteName, codec: CodecName, schedule: ScheduleName) -> None:
         comm,
         model,
         codec=ErrorFeedback(Quantized(bits=1)),
-        schedule=BlockMomentum(block_samples=512),
+        schedule=BlockMomentum(block_learning_rate=0.5),
     )
     optimizer = torchmn.create_multi_node_optimizer(
         sgd, comm, model, codec="auto", schedule=torchmn.Auto(stale=True)
@@ -51,7 +63,7 @@ def train(route: RouteName, codec: CodecName, schedule: ScheduleName) -> None:
     loss, num, counts = comm.sum_over_ranks(0.5, 3, torch.zeros(2))
     assert_type((loss, num, counts), tuple[float, int, Tensor])
     assert_type(comm.sum_over_ranks(torch.zeros(()), 3), tuple[Tensor, int])
-    assert_type(comm.allgather_obj(("a", 1)), list[tuple[str, int]])
+    assert_type(comm.allgather_obj(place), list[tuple[str, int]])
     assert_type(comm.gather_obj("a"), list[str] | None)
     assert_type(comm.allreduce_obj([1]), list[int])
 
@@ -68,8 +80,10 @@ def train(route: RouteName, codec: CodecName, schedule: ScheduleName) -> None:
     assert_type(batches, StreamLoader[dict[str, Tensor]])
     for batch in batches:
         assert_type(batch, dict[str, Tensor])
-    shard = torchmn.scatter_dataset(table, comm)
-    assert_type(shard, SubDataset[tuple[Tensor, ...]])
+    shard = torchmn.scatter_dataset(Words(), comm)
+    assert_type(shard, SubDataset[str])
+    assert_type(shard[0], str)
+    torchmn.frameworks.torchmetrics_options(comm)
 
 
 def refused(comm: torchmn.Communicator, optimizer: torch.optim.Optimizer) -> None:

@@ -31,6 +31,8 @@ def torchmetrics_options(comm: Communicator) -> dict[str, Any]:
                 "which say on which ranks it computes. Leave out the first, or pass the options of "
                 "comm.subgroup(ranks)."
             )
-        return list(comm.allgather(state))
+        gathered = list(comm.allgather(state))
+        # A rank that has seen nothing sends an empty tensor of torchmetrics' own dtype.
+        return [part for part in gathered if part.numel()] or gathered
 
     return {"dist_sync_fn": gather, "distributed_available_fn": lambda: comm.size > 1}
