@@ -48,7 +48,7 @@ def may_share_gpus(env: Mapping[str, str]) -> bool:
 
 
 def shared_gpu_problem(num_ranks: int, num_gpus: int, *, may_share: bool) -> str:
-    """Return why NCCL refuses ranks that have so many different GPUs together; empty if it does not.
+    """Return why NCCL refuses ranks that have so many GPUs together; empty if it does not.
 
     ``may_share``: see `may_share_gpus`.
 
