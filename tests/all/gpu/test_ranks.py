@@ -155,6 +155,50 @@ def test_the_job_ends_and_names_the_rank_whose_stream_is_stuck(tmp_path: Path) -
         runner.close()
 
 
+TRAINED = """
+import torchmn
+from tests.all.gpu import work
+comm = torchmn.create_communicator("auto", quiet=True)
+model = work.network(comm)
+optimizer = torchmn.create_multi_node_optimizer(work.sgd(model), comm, model)
+work.train(comm, model, optimizer, range(30))
+comm.finalize()
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "gloo",
+        pytest.param(
+            "nccl",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.several_gpus,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+            ],
+        ),
+    ],
+)
+def test_the_report_of_a_run_has_its_phases(backend: str, tmp_path: Path) -> None:
+    runner = Runner(tmp_path)
+    try:
+        process = runner.start("-n", "2", "--backend", backend, runner.script(TRAINED))
+        _, err = process.communicate(timeout=limit(150))
+        assert process.returncode == 0, err
+        report = runner.start_python("-m", "torchmn", "report", "--text", "logs/latest")
+        text, err = report.communicate(timeout=limit(60))
+        assert report.returncode == 0, err
+    finally:
+        runner.close()
+    assert "30 steps" in text, text
+    for phase in ("forward", "backward", "optimizer"):
+        assert phase in text, text
+
+
 # ---- the same functions on CPUs, in the ordinary tests: the checks themselves are right ----
 
 IN_PROCESSES = ("resume", "ddp_hook", "missing_rank")  # of which threads would share the world
