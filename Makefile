@@ -20,7 +20,7 @@ help:
 	@echo 'make lint        check style and types'
 	@echo 'make dist        build the sdist and the wheel of the last commit into dist/, the same bytes each time'
 	@echo 'make test-wheel  install the wheel into a new environment and run the tests outside of this folder'
-	@echo 'make check-pythons    try the wheel in clean environments of Python 3.10 to 3.13, those that are here'
+	@echo 'make check-pythons    try the wheel in clean environments of Python 3.10 to 3.14, those that are here'
 	@echo 'make setup       make .venv with everything the others need (they do it themselves)'
 	@echo 'make clean       remove .venv'
 

@@ -1,186 +1,110 @@
-"""On a GPU: codec kernels beside a copy of the same bytes, training beside DistributedDataParallel.
+"""On a GPU: codec kernels, host waits, memory and speed beside DDP, slow links with GPU compute.
 
-Without a GPU it says so and returns 0. The figures go into ``records/gpu.jsonl`` as well.
+    bench_gpu.py [--parts kernels,waits,memory,speed,links] [--total S] [--nccl FILE]
+    bench_gpu.py --smoke     # tiny models on CPUs, to see that all of it runs; keeps no record
+
+Two ranks over NCCL, which share the GPU if there is one only: times then say what the host costs
+and how much memory is used, and nothing about NCCL between GPUs. Sides of a comparison take turns
+in the same processes. Slow links are those of test hosts (root), one rank on each. What no time was
+left for, or has failed, is listed with the reason. The figures are appended to
+``records/gpu.jsonl``. Without a GPU it says so and returns 0.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import sys
-import tempfile
-import time
-from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 
-import torch
-from record import RECORDS, Bar, environment, median_bar, ratio_bar, report, run_workers
-
-from torchmn.cluster.units import MiB
+from record import RECORDS, environment, report
 
 ROOT = Path(__file__).parents[1]
-NUM_ELEMENTS = 64 * MiB  # 256 MiB of float32: many times any cache
-NUM_TURNS = 15
-NUM_WARM_UP = 3
-NUM_CALLS = 5
-COPY_SHARE = ">= 0.7"
-NUM_STEPS = 30
-SIDES = ("alone", "ddp", "every_step")
+PARTS = ("kernels", "waits", "memory", "speed", "links")
+TOTAL_S = 460.0
+"""Eight minutes, of which some are left for the table."""
 
 
 def main() -> int:
+    arguments = _parse()
     sys.path.insert(0, str(ROOT))
-    from tests.all.gpu.check import find_facts, reason_not_to_run
+    if arguments.smoke:
+        os.environ |= {"BENCH_SMOKE": "1", "CUDA_VISIBLE_DEVICES": ""}
+        facts: dict[str, object] = {"gpus": []}
+    else:
+        from tests.all.gpu.check import find_facts, reason_not_to_run
 
-    facts = find_facts()
-    reason = facts.get("error") or reason_not_to_run(facts)
-    if reason is not None:
-        print(f"bench-gpu: not run: {reason}.")
-        return int("error" in facts)
-    bars = codecs()
-    for num_ranks in sorted({1, len(facts["gpus"])}):
-        bars += training(num_ranks)
+        facts = find_facts()
+        reason = facts.get("error") or reason_not_to_run(facts)
+        if reason is not None:
+            print(f"bench-gpu: not run: {reason}.")
+            return int("error" in facts)
+    # After BENCH_SMOKE is set.
+    import torch
+    from gpu import kernels
+    from gpu.parts import NUM_RANKS, Run, shared_gpu
+    from gpu.parts import PARTS as MEASURED
+
+    run = Run(arguments.total, "gloo" if arguments.smoke else "nccl", arguments.nccl)
+    is_shared = not arguments.smoke and len(facts["gpus"]) < NUM_RANKS  # type: ignore[arg-type]
+    bars = []
+    with shared_gpu() if is_shared else nullcontext("") as how:
+        if is_shared:
+            os.environ["TORCHMN_SHARE_GPU"] = "1"
+        for part in arguments.parts:
+            print(f"bench-gpu: {part}, {run.left_s:.0f} s are left", flush=True)
+            if part == "kernels":
+                bars += kernels.bars(torch.device("cpu" if arguments.smoke else "cuda"))
+            else:
+                bars += MEASURED[part](run)
+    for what, why in {**run.facts, **run.not_run}.items():
+        print(f"bench-gpu: {what}: {'not run: ' * (what in run.not_run)}{why}")
+    if arguments.smoke:
+        report("gpu_smoke", bars)
+        return int(bool(run.not_run))
     entry = {
         "at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "kind": "bench",
         "environment": environment(),
         "gpu": facts,
+        "ranks": how or f"{NUM_RANKS} GPUs for {NUM_RANKS} ranks",
+        "facts": run.facts,
+        "not_run": run.not_run,
         "bars": [asdict(bar) for bar in bars],
     }
-    with (RECORDS / "gpu.jsonl").open("a") as file:
+    with arguments.record.open("a") as file:
         file.write(json.dumps(entry) + "\n")
     return report("gpu", bars)
 
 
-# ---- codecs ----
-
-
-def codecs() -> list[Bar]:
-    from torchmn.comm.codecs import ErrorFeedback, Layout, Quantized
-
-    device = torch.device("cuda", 0)
-    layout = Layout.of([("w", 0, (NUM_ELEMENTS // 1024, 1024))], torch.float32)
-    values = torch.randn(NUM_ELEMENTS, device=device) * 1e-3
-    total = torch.zeros_like(values)
-    bars: list[Bar] = []
-    for bits in (8, 4, 2, 1):
-        codec = ErrorFeedback(Quantized(bits))
-        encoded = torch.zeros(codec.stripe_nbytes(layout), dtype=torch.uint8, device=device)
-        codec.warm_up(layout, device)
-
-        def encode(codec=codec, encoded=encoded) -> None:
-            codec.encode_stripe(values, layout, encoded)
-            codec.finish(is_valid=True)
-            codec.nonfinite.clear()
-
-        def decode(codec=codec, encoded=encoded) -> None:
-            codec.decode_stripe(encoded, layout, total, add=True)
-            codec.nonfinite.clear()
-
-        # what each must read and write: gradient, residual, new residual, bytes; bytes, sum, sum
-        moved = {"encode": 3 * values.nbytes + encoded.nbytes,
-                 "decode and add": 2 * values.nbytes + encoded.nbytes,
-                 "copy": 2 * values.nbytes}  # fmt: skip
-        sides: dict[str, Callable[[], object]] = {
-            "encode": encode,
-            "decode and add": decode,
-            "copy": lambda: total.copy_(values),
-        }
-        rates: dict[str, list[float]] = {side: [] for side in sides}
-        for turn in range(NUM_WARM_UP + NUM_TURNS):
-            for side, work in sides.items():
-                spent_s = _seconds_on_gpu(work)
-                if turn >= NUM_WARM_UP:
-                    rates[side].append(moved[side] / spent_s / 1e9)
-        bars += [
-            ratio_bar(f"{codec.name}: {side}, of the bandwidth of a copy", rates[side],
-                      rates["copy"], COPY_SHARE)
-            for side in ("encode", "decode and add")
-        ]  # fmt: skip
-        bars += [median_bar(f"{codec.name}: {side}", rates[side], "GB/s") for side in sides]
-    return bars
-
-
-def _seconds_on_gpu(work: Callable[[], object]) -> float:
-    """Of one call, by events around several."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(NUM_CALLS):
-        work()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / 1e3 / NUM_CALLS
-
-
-# ---- training ----
-
-
-def training(num_ranks: int) -> list[Bar]:
-    with tempfile.TemporaryDirectory() as folder:
-        run_workers(str(Path(__file__)), num_ranks, "nccl", folder)
-        times = json.loads((Path(folder) / "times.json").read_text())
-    gpus = f"{num_ranks} GPU" + "s" * (num_ranks > 1)
-    bars = [
-        median_bar(f"{gpus}: {side}", [1e3 * s for s in seconds], "ms a step")
-        for side, seconds in times.items()
-    ]
-    name = f"{gpus}: throughput, every_step / ddp"
-    return [*bars, ratio_bar(name, times["ddp"], times["every_step"])]
-
-
-def worker(folder: str) -> None:
-    """Time steps of every side in turn; rank 0 writes seconds per step."""
-    import torchmn
-
-    comm = torchmn.create_communicator("auto")
-    group = comm.process_group
-    sides = {side: _make_side(side, comm, group) for side in SIDES}
-    generator = torch.Generator().manual_seed(comm.rank)
-    tokens = torch.randn(16, 256, 1024, generator=generator).to(comm.device)
-    times: dict[str, list[float]] = {side: [] for side in sides}
-    for index in range(NUM_WARM_UP + NUM_STEPS):
-        for side, step in sides.items():
-            torch.cuda.synchronize()
-            comm.barrier()
-            started = time.perf_counter()
-            step(tokens)
-            torch.cuda.synchronize()
-            if index >= NUM_WARM_UP:
-                times[side].append(time.perf_counter() - started)
-    if comm.rank == 0:
-        (Path(folder) / "times.json").write_text(json.dumps(times))
-    comm.barrier()
-    comm.finalize()
-
-
-def _make_side(side: str, comm, group) -> Callable[[torch.Tensor], None]:
-    """A Transformer of 76 million parameters in bfloat16 autocast."""
-    from torch import nn
-
-    import torchmn
-
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(1024, 16, 4096, dropout=0.0, batch_first=True)
-    model = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False).to(comm.device)
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    if side == "ddp":
-        model = nn.parallel.DistributedDataParallel(model, process_group=group)
-    elif side == "every_step":
-        optimizer = torchmn.create_multi_node_optimizer(optimizer, comm, model)
-
-    def step(tokens: torch.Tensor) -> None:
-        optimizer.zero_grad()
-        with torch.autocast("cuda", torch.bfloat16):
-            loss = model(tokens).float().square().mean()
-        loss.backward()
-        optimizer.step()
-
-    return step
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    add = parser.add_argument
+    add("--parts", default=",".join(PARTS), help="what to measure, in this order [%(default)s]")
+    add("--total", type=float, default=TOTAL_S, help="seconds of all parts [%(default)g]")
+    add("--nccl", type=Path, help="a libnccl.so.2 of 2.30 or later, for ranks that share a GPU")
+    add("--record", type=Path, default=RECORDS / "gpu.jsonl", help="file to append to")
+    add("--smoke", action="store_true", help="tiny models on CPUs, without a record")
+    arguments = parser.parse_args()
+    arguments.parts = arguments.parts.split(",")
+    if unknown := {*arguments.parts} - {*PARTS}:
+        parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    return arguments
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["worker"]:
-        worker(*sys.argv[2:])
-        raise SystemExit(0)
-    raise SystemExit(main())
+    if sys.argv[1:2] in (["worker"], ["serve"]):
+        from gpu import worker
+
+        {"worker": worker.work, "serve": worker.serve}[sys.argv[1]](*sys.argv[2:])
+    elif sys.argv[1:2] == ["links"]:
+        sys.path.insert(0, str(ROOT))
+        from gpu.parts import measure_links
+
+        measure_links(*sys.argv[2:])
+    else:
+        raise SystemExit(main())

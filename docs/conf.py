@@ -17,7 +17,7 @@ version = release = torchmn.__version__
 project_copyright = "the torchmn developers, MIT licence"
 language = "en"
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 suppress_warnings = ["misc.highlighting_failure"]  # records and logs that are shortened by "..."
 nitpicky = False  # names in docstrings may be local; what is a public name becomes a link
 
@@ -47,6 +47,9 @@ html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sourcelink = False
 html_show_sphinx = False
+
+copybutton_prompt_text = "$ "
+copybutton_exclude = ".linenos, .gd"  # of a diff what stays and what comes
 
 _LANGUAGES = {"en": "English", "ja": "日本語"}
 _FENCE = re.compile(r"^```(\w*)\s*$")

@@ -75,7 +75,7 @@ PYTHON
 
 status=0
 table=''
-for version in ${PYTHONS:-3.10 3.11 3.12 3.13}; do
+for version in ${PYTHONS:-3.10 3.11 3.12 3.13 3.14}; do
   if ! python="$(find_python "$version")"; then
     table="$table$version  not here"$'\n'
     continue
@@ -129,7 +129,7 @@ PYTHON
         '[mpi]') check 'trains under mpirun' "${run[@]}" run --launcher mpirun -n 2 "$work/train.py" ;;
         '[all]')
           check 'imports' "$venv/bin/python" -c \
-            'import cloudpickle, mpi4py.MPI, numba, PIL, plotly, pytorch_pfn_extras, simplejpeg'
+            'import cloudpickle, mpi4py.MPI, numba, PIL, prometheus_client, pytorch_pfn_extras, simplejpeg'
           check 'report' "${run[@]}" report
           check 'plan' "${run[@]}" plan --hosts 1,2 "$PWD/examples/imagenet/240_gpus.toml"
           ;;

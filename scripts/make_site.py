@@ -57,16 +57,15 @@ SECTIONS = (
     Section(
         "Tutorial",
         "tutorial",
-        "Seven steps, from one device to a job on a cluster, on any machine.",
+        "A plain loop and seven lines; then seven steps, from one device to a job on a cluster.",
+        ("how-to/first-training", "how-to/two-hosts", "how-to/slurm"),
     ),
     Section(
         "How-to",
         "how-to",
         "What to do for a task: start, save, survive failures, find out why a training is slow.",
         (
-            "how-to/first-training",
-            "how-to/two-hosts",
-            "how-to/slurm",
+            "how-to/install",
             "how-to/port-a-script",
             "how-to/start",
             "how-to/job-scripts",
@@ -79,10 +78,13 @@ SECTIONS = (
             "how-to/checkpoints",
             "how-to/failures",
             "how-to/elastic",
+            "how-to/spot",
             "how-to/slow",
             "how-to/record",
             "how-to/slow-links",
+            "how-to/gradient-accumulation",
             "how-to/large-batch",
+            "how-to/mixed-gpus",
             "how-to/imagenet",
             "how-to/translation",
             "coming-from-ddp",
@@ -127,6 +129,7 @@ SECTIONS = (
             "reference/doctor",
             "reference/cntk",
             "reference/works-with",
+            "reference/logging",
             "reference/environment",
             "reference/exit-status",
             "reference/messages",
@@ -145,11 +148,17 @@ SECTIONS = (
             "security",
         ),
     ),
-    Section("日本語", "ja", "日本語のチュートリアルです。7つの手順で進みます。"),
+    Section(
+        "日本語",
+        "ja",
+        "日本語のチュートリアルです。前半は普通のスクリプトと7行の変更、後半は7つのステップです。",
+        ("ja/how-to/first-training",),
+    ),
 )
 
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _FENCE = re.compile(r"^\s*(`{3,}|~{3,})(.*)$")
+_SEARCHED = re.compile(r"^<!-- search: (.+) -->$")
 _TITLED = re.compile(r"^(`{3,})(\w+) title=\"([^\"]+)\"$")
 
 
@@ -170,6 +179,8 @@ def place_of(file: str) -> str | None:
 def site_text(text: str, file: str, link_to_file: Callable[[str], str]) -> str:
     """A page as the site has it: links lead to places on the site, titles of code are captions.
 
+    What ``<!-- search: ... -->`` below a title names is an entry of the index: the search shows the
+    page first, since it scores an entry that is the query above titles and words of the text.
     ``link_to_file`` is asked for the place of a file that is no document.
     """
     here = PurePosixPath(place_of(file) or file).parent
@@ -197,10 +208,18 @@ def site_text(text: str, file: str, link_to_file: Callable[[str], str]) -> str:
                 line = f"{titled[1]}{{code-block}} {titled[2]}\n:caption: {titled[3]}\n"
         elif found and found[1].startswith(fence) and not found[2].strip():
             fence = ""
+        elif not fence and (words := searched_words(line)):
+            line = f"\n```{{index}} {', '.join(f'! {word}' for word in words)}\n```\n"
         elif not fence:
             line = _LINK.sub(link, line)
         lines.append(line)
     return "\n".join(lines) + "\n"
+
+
+def searched_words(line: str) -> list[str]:
+    """What is searched for where a page should be found; [] for an ordinary line."""
+    found = _SEARCHED.match(line)
+    return [word.strip() for word in found[1].split(",")] if found else []
 
 
 def file_page(file: str) -> str:
@@ -431,10 +450,19 @@ def build(site: Path) -> list[str]:
     write_contents(source)
     doctrees = source / ".doctrees"
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "-j", "auto", "-d", str(doctrees)]
+    command += ["-D", f"html_baseurl={address()}"]
     done = subprocess.run([*command, str(source), str(site)])
     if done.returncode:
         return ["Sphinx warned: see above"]
     return list(faults_of(site))
+
+
+def address() -> str:
+    """Where the site is published: the Documentation address of pyproject.toml."""
+    found = re.search(r'^Documentation = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M)
+    if not found:
+        raise SiteError("pyproject.toml has no Documentation among [project.urls].")
+    return found[1]
 
 
 def main() -> int:

@@ -94,7 +94,7 @@ verdict_on() {
   "$1" -c '
 import sys
 version = "%d.%d" % sys.version_info[:2]
-if not (3, 10) <= sys.version_info[:2] <= (3, 13):
+if not (3, 10) <= sys.version_info[:2] <= (3, 14):
     print("is " + version)
 else:
     try:
@@ -106,7 +106,7 @@ else:
 }
 
 choose_python() {
-  local candidates=(python3 python3.13 python3.12 python3.11 python3.10) found='' word
+  local candidates=(python3 python3.14 python3.13 python3.12 python3.11 python3.10) found='' word
   if [ -n "${PYTHON:-}" ]; then
     candidates=("$PYTHON")
   fi
@@ -129,10 +129,10 @@ choose_python() {
   done
   case "$found" in
     *'lacks the venv module'*)
-      fail "a Python 3.10 to 3.13 is here but cannot make environments ($found); install its venv module (Debian: apt install python3-venv)."
+      fail "a Python 3.10 to 3.14 is here but cannot make environments ($found); install its venv module (Debian: apt install python3-venv)."
       ;;
     *)
-      fail "torchmn needs Python 3.10 to 3.13 and found ${found:-none}; install one, or name one: make setup PYTHON=/path/to/python3.12."
+      fail "torchmn needs Python 3.10 to 3.14 and found ${found:-none}; install one, or name one: make setup PYTHON=/path/to/python3.12."
       ;;
   esac
 }

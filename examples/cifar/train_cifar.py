@@ -2,7 +2,7 @@
 
     python examples/cifar/train_cifar.py --download --data-root data
 
-`train_cifar_multi_node.py` is this script and five lines.
+`train_cifar_multi_node.py` is this script for many ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Train VGG on CIFAR-10 with many workers: `train_cifar.py` and five lines, marked (1) to (5).
+"""Train VGG on CIFAR-10 with many workers: `train_cifar.py` with changed lines, (1) to (5).
 
     torchmn run -n 2 examples/cifar/train_cifar_multi_node.py --epoch 4 --batchsize 32
 

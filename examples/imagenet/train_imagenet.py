@@ -124,7 +124,7 @@ def build(options: argparse.Namespace, num_classes: int, comm: Communicator) -> 
     if options.weights:
         model.load_state_dict(torch.load(options.weights, map_location="cpu", weights_only=True))
     if options.batch_norm == "all":
-        torchmn.links.convert_batch_norm(model, comm)
+        torchmn.nn.convert_batch_norm(model, comm)
     return model
 
 

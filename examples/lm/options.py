@@ -14,8 +14,8 @@ from torch.utils.data import Dataset
 import torchmn
 from torchmn.errors import DataError, UsageError
 
-_SCHEDULES = ("every_step", "block_momentum", "diloco", "streaming")
-_CODECS = ("float32", "bfloat16", "int8", "int4", "1bit")
+SCHEDULES = ("every_step", "block_momentum", "diloco", "streaming")
+CODECS = ("float32", "bfloat16", "int8", "int4", "1bit")
 
 
 def parse_options() -> argparse.Namespace:
@@ -25,8 +25,8 @@ def parse_options() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--data", type=Path, help="a text, maybe .gz; by default the text of this program")
-    add("--schedule", default="diloco", choices=_SCHEDULES, help="what is exchanged, and when")
-    add("--codec", default="float32", choices=_CODECS, help="the form in which it is sent")
+    add("--schedule", default="diloco", choices=SCHEDULES, help="what is exchanged, and when")
+    add("--codec", default="float32", choices=CODECS, help="the form in which it is sent")
     add("--block", type=int, default=50, help="steps between two exchanges of parameters")
     add("--communicator", default="auto", help="route of the mean; auto encodes between hosts only")
     add("--batchsize", type=int, default=32, help="sequences of a step, over all ranks")
@@ -60,7 +60,7 @@ def exchange_of(options: argparse.Namespace) -> dict[str, Any]:
 
 
 class Excerpts(Dataset[Tensor]):
-    """Excerpts of ``length + 1`` bytes, one from every ``stride`` bytes on."""
+    """Excerpts of ``length + 1`` tokens, one from every ``stride`` tokens on."""
 
     def __init__(self, text: Tensor, length: int, stride: int) -> None:
         self._text, self._length, self._stride = text, length, stride
@@ -74,23 +74,31 @@ class Excerpts(Dataset[Tensor]):
 
 
 def load_text(options: argparse.Namespace) -> tuple[Excerpts, Excerpts]:
-    """Training excerpts of the first nine tenths, and validation excerpts of the rest.
+    """The bytes of the text as `divide` divides them."""
+    return divide(torch.frombuffer(bytearray(read_text(options.data)), dtype=torch.uint8), options)
 
-    Training excerpts begin at every byte; those of validation do not overlap.
-    """
-    path = options.data or Path(__file__)
+
+def read_text(path: Path | None) -> bytes:
+    """The bytes of a file, maybe .gz; by default those of this program."""
+    path = path or Path(__file__)
     try:
         raw = path.read_bytes()
-        raw = gzip.decompress(raw) if path.suffix == ".gz" else raw
+        return gzip.decompress(raw) if path.suffix == ".gz" else raw
     except (OSError, EOFError) as error:
         raise DataError(f"{path} cannot be read: {error}. Give a text with --data.") from error
-    text = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+
+
+def divide(text: Tensor, options: argparse.Namespace) -> tuple[Excerpts, Excerpts]:
+    """Training excerpts of the first nine tenths, and validation excerpts of the rest.
+
+    Training excerpts begin at every token; those of validation do not overlap.
+    """
     border = len(text) * 9 // 10
     train = Excerpts(text[:border], options.length, 1)
     test = Excerpts(text[border:], options.length, options.length)
     if len(train) < options.batchsize or not len(test):
         raise DataError(
-            f"{path} has {len(text)} bytes, too few for {options.batchsize} sequences of "
+            f"The text has {len(text)} tokens, too few for {options.batchsize} sequences of "
             f"{options.length} and a validation. Give a longer text, or smaller numbers."
         )
     return train, test

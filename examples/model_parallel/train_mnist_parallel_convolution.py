@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 import torchmn
-from torchmn.links import ParallelConv2d, ParallelLinear, gather_state_dict
+from torchmn.nn import ParallelConv2d, ParallelLinear, gather_state_dict
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from datasets import load_images

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torchmn
 from torchmn.errors import UsageError
-from torchmn.links import MultiNodeChainList
+from torchmn.nn import MultiNodeChainList
 
 NUM_DIGITS, LENGTH, WIDTH = 10, 8, 64
 State = tuple[Tensor, Tensor]
@@ -72,7 +72,7 @@ def parse_options() -> argparse.Namespace:
 
 def main() -> None:
     options = parse_options()
-    comm = torchmn.create_communicator("auto")
+    comm = torchmn.create_communicator()
     if comm.size > 1 and comm.size % 2:
         raise UsageError(f"{comm.size} ranks are no pairs. Start one rank or an even number.")
     stages = min(2, comm.size)

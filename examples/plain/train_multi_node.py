@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument("--save", help="a file for the trained parameters")
     options = parser.parse_args()
 
-    comm = torchmn.create_communicator("auto", quiet=True)
+    comm = torchmn.create_communicator(quiet=True)
     torchmn.seed_ranks(0, comm)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     digits = load_digits()

@@ -7,9 +7,16 @@ needs no torch: after a plain ``import torchmn`` both `torchmn.GlobalSampler` an
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 
 __version__ = "0.1.0"
+
+if sys.platform == "win32":
+    raise ImportError(
+        "torchmn does not work on Windows (this is win32): ranks are started, bound to cores and "
+        "ended by means of Linux. Use WSL 2, which is Linux."
+    )
 
 _HOME = {
     "AllreducePersistent": "torchmn.train",
@@ -31,6 +38,7 @@ _HOME = {
     "Timeout": "torchmn.comm",
     "Topology": "torchmn.cluster",
     "TorchmnError": "torchmn.errors",
+    "TorchmnWarning": "torchmn.errors",
     "Trainer": "torchmn.train",
     "create_communicator": "torchmn.comm",
     "create_empty_dataset": "torchmn.data",

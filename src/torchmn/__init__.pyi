@@ -33,6 +33,7 @@ from torchmn.data import scatter_index as scatter_index
 from torchmn.data import split_dataset_n_random as split_dataset_n_random
 from torchmn.data.scatter_loader import scatter_loader as scatter_loader
 from torchmn.errors import TorchmnError as TorchmnError
+from torchmn.errors import TorchmnWarning as TorchmnWarning
 from torchmn.exchange import schedules as schedules
 from torchmn.exchange.optimizer import MultiNodeOptimizer as MultiNodeOptimizer
 from torchmn.exchange.optimizer import create_multi_node_optimizer as create_multi_node_optimizer

@@ -1,4 +1,4 @@
-"""Every error that torchmn raises: the tree in `torchmn.base.errors`."""
+"""Every error that torchmn raises, and the categories of its warnings: `torchmn.base.errors`."""
 
 from torchmn.base.errors import *  # noqa: F403
 from torchmn.base.errors import __all__ as __all__

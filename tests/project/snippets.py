@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(
-    r"(?:^<!-- (?P<remark>.*?) -->\n+)?^```(?P<info>[^\n`]*)\n(?P<text>.*?)^```$",
+    r"(?:^<!-- (?P<remark>[^\n]*?) -->\n+)?^```(?P<info>[^\n`]*)\n(?P<text>.*?)^```$",
     re.DOTALL | re.MULTILINE,
 )
 SHELL = ("", "sh", "bash", "console")

@@ -181,11 +181,11 @@ def test_python_that_is_in_range_is_preferred(project: Project) -> None:
     assert "Python 3.12.1" in done.stderr
 
 
-@pytest.mark.parametrize("check", ["is 3.9", "is 3.14", "is 2.7"])
+@pytest.mark.parametrize("check", ["is 3.9", "is 3.15", "is 2.7"])
 def test_python_out_of_range(project: Project, check: str) -> None:
     project.python(check=check)
     message = last_message(project.make("train"))
-    assert f"needs Python 3.10 to 3.13 and found python3 {check}" in message
+    assert f"needs Python 3.10 to 3.14 and found python3 {check}" in message
     assert not (project.folder / ".venv").exists()
 
 

@@ -9,9 +9,14 @@ from pathlib import Path
 import pytest
 
 from scripts import make_site
+from tests.project.test_beginning import FIRST, found_by_the_search
 
 ROOT = Path(__file__).parents[2]
-MISSING = [n for n in ("sphinx", "myst_parser", "furo") if importlib.util.find_spec(n) is None]
+MISSING = [
+    n
+    for n in ("sphinx", "myst_parser", "furo", "sphinx_copybutton")
+    if importlib.util.find_spec(n) is None
+]
 needs_sphinx = pytest.mark.skipif(
     bool(MISSING), reason=f"no {', '.join(MISSING)}: install the extra docs, or 'make setup'"
 )
@@ -57,6 +62,23 @@ def test_the_search_finds_names_without_a_network(site: Path) -> None:
     index = (site / "searchindex.js").read_text()
     assert "create_communicator" in index
     assert list(make_site.faults_of(site)) == []  # nothing is loaded from elsewhere, too
+
+
+@needs_sphinx
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_search_shows_the_page_first(site: Path) -> None:
+    found = found_by_the_search(site, list(FIRST))
+    assert {query: pages[0] for query, pages in found.items()} == FIRST
+
+
+@needs_sphinx
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_blocks_of_code_can_be_copied_and_pages_have_an_address(site: Path) -> None:
+    page = (site / "index.html").read_text()
+    assert "_static/copybutton.js" in page
+    assert f'rel="canonical" href="{make_site.address()}index.html"' in page
 
 
 FAULTS = {
@@ -106,6 +128,11 @@ def test_links_lead_to_places_on_the_site() -> None:
 def test_titles_of_code_are_captions() -> None:
     text = make_site.site_text('```python title="train.py"\npass\n```\n', "docs/index.md", str)
     assert text == "```{code-block} python\n:caption: train.py\n\npass\n```\n"
+
+
+def test_words_of_the_search_are_entries_of_the_index() -> None:
+    text = make_site.site_text("# Title\n<!-- search: hang, time limit -->\n", "docs/a.md", str)
+    assert text == "# Title\n\n```{index} ! hang, ! time limit\n```\n\n"
 
 
 def test_steps_are_in_order() -> None:

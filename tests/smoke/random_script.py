@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, random_
 
 import torchmn
 
-comm = torchmn.create_communicator("auto", quiet=True)
+comm = torchmn.create_communicator(quiet=True)
 streams = torchmn.seed_ranks(0, comm)
 seen = {}  # what every rank must draw as one process does
 own = {}  # what each rank must draw for itself once training has begun

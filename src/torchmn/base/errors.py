@@ -1,4 +1,4 @@
-"""The exceptions that torchmn raises, as one class hierarchy.
+"""The exceptions that torchmn raises, and the categories of its warnings, as class hierarchies.
 
 TorchmnError
 ├── UsageError (ValueError)            an argument has an invalid value
@@ -15,6 +15,11 @@ TorchmnError
     ├── PeerLostError                  a peer closed its connection or died
     └── RankMismatchError              ranks called a collective with different arguments
 
+TorchmnWarning (UserWarning)
+├── ResultWarning                      results may not be those of one process
+├── PerformanceWarning                 results are right, and slower than they could be
+└── CheckpointWarning                  what was or will be saved cannot be used as it was meant
+
 A message contains the value seen, the rule that it violates and what to do about it. Errors of a
 communicator also name the rank and host that raised them.
 """
@@ -27,17 +32,21 @@ from collections.abc import Collection, Iterable
 from types import ModuleType
 
 __all__ = [
+    "CheckpointWarning",
     "CommunicationError",
     "DataError",
     "LaunchError",
     "NonFiniteGradientError",
     "PeerLostError",
+    "PerformanceWarning",
     "RankError",
     "RankMismatchError",
+    "ResultWarning",
     "SharedMemoryError",
     "TimeLimitError",
     "TopologyError",
     "TorchmnError",
+    "TorchmnWarning",
     "UnknownNameError",
     "UnsupportedError",
     "UsageError",
@@ -118,6 +127,29 @@ class PeerLostError(CommunicationError):
 
 class RankMismatchError(CommunicationError):
     """Ranks called the same collective with different arguments, or different collectives."""
+
+
+class TorchmnWarning(UserWarning):
+    """Base class of all warnings of torchmn: training continues, and the script should change.
+
+    Example:
+        >>> import warnings
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("error", torchmn.errors.ResultWarning)
+        ...     warnings.simplefilter("ignore", torchmn.errors.PerformanceWarning)
+    """
+
+
+class ResultWarning(TorchmnWarning):
+    """What is trained may differ from what one process would train, or is not finite."""
+
+
+class PerformanceWarning(TorchmnWarning):
+    """Results are right, but something is slower than it could be, or has no effect."""
+
+
+class CheckpointWarning(TorchmnWarning):
+    """Something cannot be saved, or a saved state cannot be used as it was meant."""
 
 
 def raise_if_unknown(kind: str, name: object, known: Collection[str]) -> None:

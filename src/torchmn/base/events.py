@@ -48,6 +48,12 @@ class Collectives(Protocol):
     def describe(self) -> Sequence[Any]:
         """The most recent collective of each group."""
 
+    def recent(self, count: int) -> Sequence[Any]:
+        """The last collectives, the oldest first."""
+
+    def engine_status(self) -> Any:
+        """What is running and queued; None if these collectives have no engine."""
+
 
 @dataclass(frozen=True)
 class Gradient:
@@ -67,6 +73,8 @@ class Observer:
 
     ends_lost_ranks = False
     """Whether a launcher supervises the job and ends processes whose peers are lost."""
+    notice = ""
+    """Why this process must save and exit, if a launcher knows that its host will be preempted."""
 
     # ---- what is done ----
 
@@ -121,6 +129,9 @@ class Observer:
 
     def failed(self, error: BaseException) -> None:
         """A communicator has become unusable because of ``error``; the script may still run."""
+
+    def memory(self, device_nbytes: int) -> None:
+        """The record has measured the memory that torch has allocated on this rank's device."""
 
     def checkpoint_saved(self, step: int) -> None:
         """All ranks have saved the checkpoint of step ``step``."""

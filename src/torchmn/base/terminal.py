@@ -1,6 +1,7 @@
-"""Messages of torchmn's own processes on the terminal.
+"""What torchmn's own processes print on the terminal: results of commands, and failures.
 
-The output of ranks is shown by `torchmn.run.console`.
+Everything else goes through `torchmn.base.log`. The output of ranks is shown by
+`torchmn.run.console`.
 """
 
 import sys

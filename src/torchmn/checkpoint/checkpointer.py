@@ -5,7 +5,6 @@ import math
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any, Literal
 
 from torchmn.base import events
 from torchmn.base.errors import (
+    CheckpointWarning,
     CommunicationError,
     DataError,
     RankMismatchError,
@@ -20,6 +20,7 @@ from torchmn.base.errors import (
     UsageError,
     raise_if_no_count,
 )
+from torchmn.base.warn import warn
 from torchmn.checkpoint.dcp import export_dcp
 from torchmn.checkpoint.folder_owner import FolderOwner
 from torchmn.checkpoint.manifest import Manifest, is_checkpoint, order_of, parse
@@ -285,6 +286,8 @@ class MultiNodeCheckpointer:
                 problem = self._load(name, manifest, state)
                 if problem is None:
                     self.resumed_from = name
+                    log = self._comm.logger(__name__)
+                    log.info("resumed after step %d from %s/%s", manifest.step, self._where, name)
                     if problems:
                         self._warn_once_per_job(
                             f"{self._where}: not every checkpoint is valid. {'; '.join(problems)}. "
@@ -437,7 +440,7 @@ class MultiNodeCheckpointer:
 
     def _warn(self, text: str | None) -> None:
         if text:
-            warnings.warn(f"{self._comm.rank_label}: {text}", RuntimeWarning, stacklevel=3)
+            warn(f"{self._comm.rank_label}: {text}", CheckpointWarning)
 
     def _raise_if_unusable(self) -> None:
         if self._is_closed:

@@ -3,11 +3,18 @@
 import grp
 import secrets
 import time
-import warnings
 from pathlib import Path
 from typing import Any, Literal
 
-from torchmn.base.errors import DataError, UnsupportedError, UsageError, raise_if_no_count
+from torchmn.base.errors import (
+    CheckpointWarning,
+    DataError,
+    PerformanceWarning,
+    UnsupportedError,
+    UsageError,
+    raise_if_no_count,
+)
+from torchmn.base.warn import warn
 from torchmn.checkpoint.checkpointer import MultiNodeCheckpointer, OnFailure
 from torchmn.checkpoint.control_channel import ControlChannel
 from torchmn.checkpoint.folder_owner import FolderOwner
@@ -101,11 +108,10 @@ def create_multi_node_checkpointer(
     if is_async and not comm.engine.is_threaded:
         is_async = False
         if comm.rank == 0:
-            warnings.warn(
+            warn(
                 f"{comm.rank_label}: this MPI allows no calls from a second thread, so training "
                 "waits while a checkpoint is written.",
-                RuntimeWarning,
-                stacklevel=2,
+                PerformanceWarning,
             )
     owner = None
     if not read_only:
@@ -186,7 +192,7 @@ def _own(comm: Communicator, access: FolderStorage) -> FolderOwner | None:
         if state == "refused":
             raise UsageError(f"{comm.rank_label}: {text}")
         if text and comm.rank == 0:
-            warnings.warn(f"{comm.rank_label}: {text}", RuntimeWarning, stacklevel=3)
+            warn(f"{comm.rank_label}: {text}", CheckpointWarning)
         if state == "owned":
             return owner
 
@@ -215,11 +221,10 @@ def _is_writable(comm: Communicator, access: FolderStorage) -> bool:
         )
     if problem is not None:
         if comm.rank == 0:
-            warnings.warn(
+            warn(
                 f"{comm.rank_label}: no checkpoint can be written: {problem}. Existing checkpoints "
                 "can be read.",
-                RuntimeWarning,
-                stacklevel=3,
+                CheckpointWarning,
             )
         return False
     seen = comm.allgather_obj(_sees(where / token, comm))

@@ -20,6 +20,7 @@ import torch
 from torchmn import __version__
 from torchmn.base import events
 from torchmn.base.errors import DataError
+from torchmn.base.log import Log
 from torchmn.checkpoint.control_channel import ControlChannel
 from torchmn.checkpoint.manifest import (
     BEGIN,
@@ -40,6 +41,8 @@ from torchmn.comm.checksums import describe_differences, differences, digest
 from torchmn.comm.grid import num_model_parts
 from torchmn.comm.object_codec import as_bytes
 from torchmn.control.script import record_progress
+
+_log = Log(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,6 +217,7 @@ class Writer:
         for observer in events.observers:
             observer.checkpoint_saved(request.step)
         record_progress(f"checkpoint of step {request.step}")
+        _log.debug("saved the checkpoint of step %d: %s", request.step, name)
         notes = [note for note in (replaced, self._remove_old(name)) if note]
         return {"problem": None, "name": name, "note": " ".join(notes) or None}
 

@@ -11,7 +11,7 @@ import typer
 
 from torchmn.base.errors import LaunchError, TorchmnError
 from torchmn.base.terminal import say
-from torchmn.cli import doctor, init, plan, report, run, submit
+from torchmn.cli import doctor, init, inspect, plan, report, run, submit
 from torchmn.cli.versions import versions_text
 from torchmn.cluster.environment_variables import TRACEBACK_VARIABLE
 
@@ -23,6 +23,7 @@ app = typer.Typer(
 app.command("run", context_settings=run.CONTEXT)(run.run)
 app.command("init")(init.init)
 app.command("doctor")(doctor.doctor)
+app.command("inspect")(inspect.inspect)
 app.command("plan")(plan.plan)
 app.command("report")(report.report)
 app.command("submit", context_settings=submit.CONTEXT)(submit.submit)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from torchmn.base.errors import UsageError
+from torchmn.base.errors import DataError, UsageError
 from torchmn.base.private_files import write_whole
 from torchmn.base.terminal import say
 
@@ -38,8 +38,9 @@ def report(
 ) -> None:
     """Show where the time of the steps of a run goes, what limits it and what to do.
 
-    Runs may continue meanwhile. Several runs with different numbers of ranks show how the training
-    scales.
+    Runs may continue meanwhile. Two runs are compared: the exit status is 1 if the second one is
+    slower, 0 if not, and 2 if they cannot be compared. Several runs with different numbers of
+    ranks show how the training scales.
     """
     from torchmn.observe.report.metrics import write_metrics
 
@@ -60,31 +61,42 @@ def _report(folders: list[Path], output: Path | None, *, is_text: bool, is_json:
     from rich.console import Console
 
     from torchmn.observe.read.run_reader import MAX_NBYTES, read_run
+    from torchmn.observe.report.comparison import Comparison, compare
     from torchmn.observe.report.findings import find
-    from torchmn.observe.report.page import page, plotly_script
+    from torchmn.observe.report.page import page
     from torchmn.observe.report.summary import summarize
     from torchmn.observe.report.tables import scaling_of
     from torchmn.observe.report.text import as_json, show, show_findings
 
-    script = "" if is_text or is_json else plotly_script()
     max_nbytes = MAX_NBYTES // len(folders)
     summaries = [summarize(read_run(folder, max_nbytes=max_nbytes)) for folder in folders]
     reports = [(summary, find(summary)) for summary in summaries]
     scaling = scaling_of(summaries) if len(summaries) > 1 else None
+    compared: Comparison | None = None
+    problem: DataError | None = None
+    if len(summaries) == 2:
+        try:
+            compared = compare(*summaries)
+        except DataError as error:  # raised at the end: each run can be reported on
+            problem = error
     if is_json:
-        typer.echo(json.dumps(as_json(reports, scaling), indent=1))
+        typer.echo(json.dumps(as_json(reports, scaling, compared), indent=1))
     elif is_text:
-        show(Console(), reports, scaling)
+        show(Console(), reports, scaling, compared)
     else:
         folder = summaries[0].run.folder
         file = output or (folder.parent if folder.name == "steps" else folder) / "report.html"
         try:
-            text = page(reports, scaling, script=script)
+            text = page(reports, scaling, compared)
             write_whole(file, text.encode(errors="replace"), mode=0o666)
         except OSError as error:
             raise UsageError(
                 f"The page {str(file)!r} cannot be written: {error.strerror}. "
                 "Choose another file with --output."
             ) from None
-        show_findings(Console(), reports)
+        show_findings(Console(), reports, compared)
         say(f"the report is in {file}")
+    if problem is not None:
+        raise problem
+    if compared is not None and compared.verdict == "slower":
+        raise typer.Exit(1)

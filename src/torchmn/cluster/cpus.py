@@ -12,6 +12,7 @@ from pathlib import Path
 
 from torchmn.base.errors import UsageError
 from torchmn.cluster.gpus import GpuLocality, text_of
+from torchmn.cluster.operating_system import require_linux
 from torchmn.cluster.units import GiB, KiB
 
 
@@ -57,12 +58,13 @@ def available_processors(root: Path = Path("/"), *, pid: int = 0) -> Processors:
     """Return the cores in this process's affinity mask, and its container's CPU quota. Local.
 
     ``pid`` selects another process of this host. ``root`` has the folders ``sys`` and ``proc``;
-    without them every core counts as a physical one.
+    without them every core counts as a physical one. Raises UnsupportedError: this is no Linux.
 
     Example:
         >>> len(available_processors().logical) >= 1
         True
     """
+    require_linux("Finding the cores of a process")
     numbers = os.sched_getaffinity(pid)
     cores = sorted((_physical_core(number, root), number) for number in numbers)
     return Processors(

@@ -7,6 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from torchmn.cluster.environment_variables import SHARE_GPU_VARIABLE
+from torchmn.cluster.units import counted
 
 
 def count_gpus(env: Mapping[str, str], devices: Path = Path("/dev")) -> int:
@@ -44,6 +45,23 @@ def may_share_gpus(env: Mapping[str, str]) -> bool:
         False
     """
     return env.get(SHARE_GPU_VARIABLE) == "1"
+
+
+def shared_gpu_problem(num_ranks: int, num_gpus: int, *, may_share: bool) -> str:
+    """Return why NCCL refuses ranks that have so many GPUs together; empty if it does not.
+
+    ``may_share``: see `may_share_gpus`.
+
+    Example:
+        >>> shared_gpu_problem(2, 2, may_share=False)
+        ''
+        >>> shared_gpu_problem(2, 1, may_share=False).partition(" (")[0]
+        'NCCL needs a GPU for each of the 2 ranks'
+    """
+    if num_gpus >= num_ranks or (may_share and num_gpus):
+        return ""
+    cure = f" ({SHARE_GPU_VARIABLE}=1 lets them share one, for tests)" if num_gpus else ""
+    return f"NCCL needs a GPU for each of the {counted(num_ranks, 'rank')}{cure}"
 
 
 def shared_gpu_variables(env: Mapping[str, str], rank: str) -> dict[str, str]:

@@ -8,12 +8,12 @@ in one place only, and later changes of it count.
 import re
 import shutil
 import time
-import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from torchmn.base.errors import TopologyError
+from torchmn.base.errors import CheckpointWarning, TopologyError
+from torchmn.base.warn import warn
 from torchmn.cluster.commands import ask
 from torchmn.cluster.environment_variables import JOB_END_VARIABLE
 
@@ -49,11 +49,10 @@ def job_end(env: Mapping[str, str]) -> float | None:
             with suppress(ValueError):  # a time in another form
                 if answer.returncode == 0:
                     return end_of(answer.out, env)
-            warnings.warn(
+            warn(
                 f"`{' '.join((*command, job))}` does not say here when this job ends, so that "
                 f"its time limit is unknown: export {JOB_END_VARIABLE}, in seconds since 1970.",
-                RuntimeWarning,
-                stacklevel=3,
+                CheckpointWarning,
             )
     return None
 

@@ -11,7 +11,6 @@ so that M = 1 is CNTK's `UnitType.sample` and IGNORE its `UnitType.minibatch`.
 """
 
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -19,6 +18,7 @@ from enum import Enum
 import numpy as np
 
 from torchmn.base.errors import UsageError
+from torchmn.base.warn import warn
 
 __all__ = [
     "IGNORE",
@@ -232,11 +232,9 @@ def _schedule(values: Values | Schedule, epoch_size: int | None, minibatch_size:
         )
     if isinstance(values, (int, float, np.number)):
         if epoch_size not in (None, 1):
-            warnings.warn(
+            warn(
                 f"epoch_size={epoch_size} has no effect: the schedule is one number, {values}. "
                 "Give a list of values.",
-                RuntimeWarning,
-                stacklevel=4,
             )
         return Schedule(((1, float(values)),), None, minibatch_size)
     spans = tuple(_span(each) for each in values)

@@ -6,6 +6,7 @@ gradients are computed by the route.
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
@@ -16,6 +17,7 @@ from torch import nn
 
 from torchmn.base import events
 from torchmn.base.errors import UnsupportedError
+from torchmn.base.log import Log
 from torchmn.cluster import Topology
 from torchmn.comm import object_codec
 from torchmn.comm.codecs import Codec
@@ -93,6 +95,7 @@ class Communicator(Collectives):
         self.engine = Engine(
             device, is_threaded=transport.is_threaded, has_peers=transport.size > 1
         )
+        self.flight_recorder.look_at_engine = self.engine.status
         self.world = Group(
             "world",
             transport,
@@ -115,6 +118,22 @@ class Communicator(Collectives):
     def rank_label(self) -> str:
         """The name of this rank in error messages."""
         return f"rank {self.rank} of {self.size} on {self.host} ({socket.gethostname()})"
+
+    def logger(
+        self, name: str = "torchmn", *, all_ranks: bool = False
+    ) -> logging.LoggerAdapter[logging.Logger]:
+        """A logger for messages of rank 0 alone, or with ``all_ranks`` of every rank. Local.
+
+        It passes them on to ``logging.getLogger(name)``, so that levels and handlers are those that
+        the script sets there. Each record has ``rank``, ``world_size`` and ``host`` for formatters.
+        While no handler is there, messages from INFO on are printed to standard error.
+
+        Example:
+            >>> log = comm.logger("train", all_ranks=True)
+            >>> log.info("%d samples", 128)
+        """
+        is_silent = self.rank != 0 and not all_ranks
+        return Log(name, rank=self.rank, size=self.size, host=self.host, is_silent=is_silent)
 
     # ---- what is recorded ----
 

@@ -337,6 +337,8 @@ class Collectives:
     def bcast_data(self, model: nn.Module) -> None:
         """Copy the parameters and buffers of rank 0 to all ranks, in place.
 
+        A tensor that has the same checksum (CRC-32) on all ranks is not sent.
+
         Raises, before anything is written:
             RankMismatchError: on all ranks, the models differ in the names, the order, the shapes
                 or the dtypes of their tensors.

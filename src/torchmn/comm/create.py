@@ -9,7 +9,6 @@ import secrets
 import socket
 import sys
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -20,6 +19,7 @@ import torch
 
 from torchmn.base import events
 from torchmn.base.errors import (
+    ResultWarning,
     TopologyError,
     TorchmnError,
     UnsupportedError,
@@ -27,16 +27,19 @@ from torchmn.base.errors import (
     raise_if_unknown,
 )
 from torchmn.base.names import RouteName
+from torchmn.base.warn import warn
 from torchmn.cluster import RankPlacement, Topology
 from torchmn.cluster.environment_variables import (
     BACKEND_VARIABLE,
+    INPUT_RANK_VARIABLE,
     RECORD_VARIABLE,
     SECRET_VARIABLE,
     TRANSPORT_VARIABLE,
 )
-from torchmn.cluster.gpus import may_share_gpus
+from torchmn.cluster.gpus import may_share_gpus, shared_gpu_problem
 from torchmn.cluster.launcher_env import LauncherInfo
 from torchmn.cluster.network import rdma_adapters
+from torchmn.cluster.operating_system import require_linux
 from torchmn.cluster.units import MiB
 from torchmn.comm.base import Communicator
 from torchmn.comm.codecs import Codec, create_codec
@@ -56,6 +59,7 @@ from torchmn.comm.transports.own_rank import own_place
 from torchmn.comm.transports.tcp import MAX_PEERS, TcpTransport
 from torchmn.comm.waiting import PeerStatus, Timeout
 from torchmn.control.rank_listener import RankAddress
+from torchmn.control.terminal_input import PERSON_S
 from torchmn.record import recording
 
 ROUTES: dict[str, type[Route]] = {
@@ -123,7 +127,7 @@ def create_communicator(
     Raises:
         UnknownNameError: unknown route, transport or dtype.
         UnsupportedError: the route does not support this placement, device or transport, or some
-            ranks have a GPU and some have none.
+            ranks have a GPU and some have none; or there are several ranks and this is no Linux.
         TopologyError: launcher, MPI and host names contradict each other.
         LaunchError: there is no rendezvous address, or MPI was finalized.
         RankMismatchError: ranks gave different arguments or run different versions of torch.
@@ -147,7 +151,10 @@ def create_communicator(
     _raise_if_imported_again()
     for observer in events.observers:
         observer.joining(first_s, begins=True)
-    world, is_own = _world(transport, first_s)
+    # Where a rank may be at a prompt for any time, the launcher alone checks the limit.
+    is_supervised = any(each.ends_lost_ranks for each in events.observers)
+    may_be_at_prompt = is_supervised and INPUT_RANK_VARIABLE in os.environ
+    world, is_own = _world(transport, PERSON_S if may_be_at_prompt else first_s)
     for observer in events.observers:
         observer.joining(first_s, begins=False)
     greeting: dict[str, Any] = {
@@ -224,6 +231,7 @@ def _ready(comm: Communicator, timeout: Timeout, *, is_recorded: bool, quiet: bo
         recording.start(comm, Path(os.environ[RECORD_VARIABLE]))  # an observer from now on
     if quiet and comm.rank != 0:
         _drop_standard_output(comm)
+    comm.logger(__name__).debug("communicator of %d ranks: %s", comm.size, comm.settings)
     return comm
 
 
@@ -256,25 +264,24 @@ def _warn_about_fallback(comm: Communicator) -> None:
         return
     text = f"no TCP connections between hosts: {found[0]}; large messages use gloo, which is slower"
     comm.reason = f"{comm.reason}; {text}" if comm.reason else text
-    if comm.rank == 0:
-        warnings.warn(
-            f"{comm.rank_label}: {text}. Up to {MAX_PEERS + 1} ranks that send between hosts are "
-            "connected; 'hierarchical' has one of them per host. Check that no firewall blocks "
-            "free ports and that GLOO_SOCKET_IFNAME names the interface between the hosts.",
-            RuntimeWarning,
-            stacklevel=4,
-        )
+    comm.logger(__name__).warning(
+        "%s: %s. Up to %d ranks that send between hosts are connected; 'hierarchical' has one of "
+        "them per host. Check that no firewall blocks free ports and that GLOO_SOCKET_IFNAME "
+        "names the interface between the hosts.",
+        comm.rank_label,
+        text,
+        MAX_PEERS + 1,
+    )
 
 
 def _warn_if_hashes_differ(hashes: set[int]) -> None:
     """Warn if ranks hash strings differently, so that sets have different orders."""
     if len(hashes) > 1:
-        warnings.warn(
+        warn(
             "The ranks hash strings differently, so that list(set(labels)) has another order on "
             "each of them, silently. Set PYTHONHASHSEED=0 for all ranks before they start, as "
             "torchmn run does.",
-            RuntimeWarning,
-            stacklevel=3,
+            ResultWarning,
         )
 
 
@@ -296,6 +303,8 @@ def _world(transport: str | Transport, timeout_s: float) -> tuple[Transport, boo
     if isinstance(transport, Transport):
         return transport, True
     launched = own_place()
+    if launched is not None and launched.known_size != 1:
+        require_linux("A communicator of several ranks")
     kind = choose_transport(transport, launched, os.environ, has_cuda=torch.cuda.is_available())
     return join_world(kind, timeout_s), False
 
@@ -463,8 +472,9 @@ def _own_device(
     # Before any other CUDA call, which would create a context, and use memory, on GPU 0.
     torch.cuda.set_device(device)
     if isinstance(world, TorchDistributedTransport):
-        has_own = len(set(used)) == len(used) or may_share_gpus(os.environ)
-        may_use_nccl = has_own and (world.has_nccl or not is_own)
+        may_share = may_share_gpus(os.environ)
+        problem = shared_gpu_problem(len(used), len(set(used)), may_share=may_share)
+        may_use_nccl = not problem and (world.has_nccl or not is_own)
         world.use_gpu(device, may_use_nccl=may_use_nccl)
     return device
 

@@ -31,6 +31,7 @@ from torchmn.base.errors import (
 )
 from torchmn.comm.streams import Deferred, Event, Streams, streams_of
 from torchmn.comm.watcher import Held, Watcher
+from torchmn.control.messages import EngineStatus
 
 Result = TypeVar("Result")
 _REJECTION = "_is_rejection_on_all_ranks"
@@ -166,6 +167,15 @@ class Engine:
     def is_idle(self) -> bool:
         """Whether no job is queued or running."""
         return not self._queue and not self._is_running
+
+    def status(self, ranks: tuple[int, ...]) -> EngineStatus:
+        """Describe what is running and queued, for `torchmn inspect`. From any thread, no lock."""
+        return EngineStatus(
+            ranks=ranks,
+            is_running=self._is_running,
+            num_queued=len(self._queue),
+            num_on_device=self.watcher.num_held,
+        )
 
     def is_eager(self) -> bool:
         """Whether the running exchange may busy-wait: no thread of this rank computes meanwhile."""

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from torchmn.base.errors import RankMismatchError, UsageError
 from torchmn.comm import object_codec
+from torchmn.comm.checksums import checksum
 from torchmn.comm.collective_checks import INLINE_BYTES, Call, CallCheck, Row
 from torchmn.comm.group import Group
 from torchmn.comm.local_tensors import local_part, placement_of
@@ -229,10 +230,15 @@ class CollectiveJobs:
         def job() -> None:
             self.check.compare(call)
             with torch.no_grad():
-                for tensor in tensors.values():
+                plain = [tensor.resolve_conj().resolve_neg() for tensor in tensors.values()]
+                sums = self.allgather_obj([checksum([each]) for each in plain], "bcast_data")()
+                for tensor, values, *of_ranks in zip(tensors.values(), plain, *sums, strict=True):
+                    # What all ranks have read from the same file is not sent: over a slow link the
+                    # weights of a language model would take minutes.
+                    if len({*of_ranks}) == 1:
+                        continue
                     # A copy: a transport may make the storage that it sends not resizable.
-                    plain = tensor.resolve_conj().resolve_neg()
-                    flat = plain.clone(memory_format=torch.contiguous_format).view(-1)
+                    flat = values.clone(memory_format=torch.contiguous_format).view(-1)
                     self._world.broadcast_(object_codec.as_bytes(flat), 0)
                     tensor.copy_(flat.view(tensor.shape))
 

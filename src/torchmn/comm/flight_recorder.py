@@ -12,17 +12,21 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torchmn.base import events
-from torchmn.control.messages import CollectiveStatus
+from torchmn.control.messages import CollectiveStatus, EngineStatus
 
 if TYPE_CHECKING:
     from torchmn.comm.waiting import PeerStatus, Wait
 
 State = Literal["running", "done", "failed", "late"]
+
+# Profiles use perf_counter(), whose zero may differ from that of monotonic(). Measured once, since
+# each measurement is wrong by the time between the two calls.
+_TO_PERF_COUNTER_S = time.perf_counter() - time.monotonic()
 
 _SAME_SHAPE = {"all_reduce", "broadcast", "reduce", "reduce_scatter", "all_gather", "split"}
 """Collectives in which all ranks have tensors of the same shape."""
@@ -104,6 +108,8 @@ class FlightRecorder:
         """Whether the sums of the first step are over. Ranks run at different speeds until then."""
         self.peers: PeerStatus | None = None
         """Asks the other ranks for their status; None if there is one limit for all waits."""
+        self.look_at_engine: Callable[[tuple[int, ...]], EngineStatus] | None = None
+        """Describes the engine that runs these collectives; None on other threads."""
         # Ranks may be threads: a recorder belongs to the rank on whose thread it is made.
         self._owner: threading.Thread | None = threading.current_thread()
         with self._making:
@@ -183,8 +189,6 @@ class FlightRecorder:
 
     def recent_collectives(self) -> list[dict[str, Any]]:
         """The last collectives that have ended, for a profile: what they sent, and when. Local."""
-        # Profiles use perf_counter(), whose zero may differ from that of monotonic().
-        to_own_clock_s = time.perf_counter() - time.monotonic()
         return [
             {
                 "number": entry.number,
@@ -200,8 +204,8 @@ class FlightRecorder:
                         for rank in self.members(entry.group) or range(len(self._hosts))
                     }
                 ),
-                "started_s": entry.started_s + to_own_clock_s,
-                "ended_s": entry.ended_s + to_own_clock_s,
+                "started_s": entry.started_s + _TO_PERF_COUNTER_S,
+                "ended_s": entry.ended_s + _TO_PERF_COUNTER_S,
             }
             for entry in self.entries()
             if entry.ended_s is not None
@@ -236,24 +240,38 @@ class FlightRecorder:
 
     def describe(self) -> list[CollectiveStatus]:
         """The current collective of each group, or its newest, for a report. From any thread."""
+        return [self._status(entry) for entry in self._current().values()]
+
+    def recent(self, count: int) -> list[CollectiveStatus]:
+        """The last ``count`` collectives, the oldest first. From any thread."""
+        return [self._status(entry) for entry in self.entries()[-count:]]
+
+    def _status(self, entry: CollectiveRecord) -> CollectiveStatus:
         now = time.monotonic()
-        newest = []
-        for entry in self._current().values():
-            members = self._members.get(entry.group, range(len(self.job_ranks)))
-            if self._has_whole_job and entry.group not in self._members:
-                members = ()  # all: every rank reports this, and a list of all would be long
-            newest.append(
-                CollectiveStatus(
-                    group=entry.group,
-                    ranks=tuple(self.job_ranks[rank] for rank in members),
-                    number=entry.in_group,
-                    what=entry.signature,
-                    where=entry.label,
-                    state=entry.state,
-                    age_s=round(now - entry.started_s, 1),
-                )
-            )
-        return newest
+        return CollectiveStatus(
+            group=entry.group,
+            ranks=self._ranks_in_job(self._members.get(entry.group)),
+            number=entry.in_group,
+            what=entry.signature,
+            where=entry.label,
+            state=entry.state,
+            age_s=round(now - entry.started_s, 1),
+            seconds=round((entry.ended_s or now) - entry.started_s, 6),
+        )
+
+    def _ranks_in_job(self, members: Sequence[int] | None) -> tuple[int, ...]:
+        """Their numbers in the job; empty for all: every rank reports this, and it would be long.
+
+        ``members`` is None for all ranks of the communicator.
+        """
+        if members is None:
+            return () if self._has_whole_job else self.job_ranks
+        return tuple(self.job_ranks[rank] for rank in members)
+
+    def engine_status(self) -> EngineStatus | None:
+        """What the engine runs and has queued, for `torchmn inspect`. From any thread."""
+        look = self.look_at_engine
+        return None if look is None else look(self._ranks_in_job(None))
 
     @property
     def last(self) -> CollectiveRecord | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,7 +16,14 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from torchmn.base.errors import CommunicationError, PeerLostError, TimeLimitError, UnsupportedError
+from torchmn.base.errors import (
+    CommunicationError,
+    PeerLostError,
+    PerformanceWarning,
+    TimeLimitError,
+    UnsupportedError,
+)
+from torchmn.base.warn import warn
 from torchmn.cluster import Topology
 from torchmn.cluster.network import own_addresses
 from torchmn.comm.codecs.base import IsValid
@@ -79,7 +85,7 @@ class Group:
         limit_s, peers = self.limit_s, self.flight_recorder.peers
         # `PeerStatus` ends the wait after `limit_s` if the others will not arrive; only ranks that
         # are computing are waited for up to `busy_s`.
-        longest_s = limit_s if peers is None else max(limit_s, peers.busy_s)
+        longest_s = limit_s if peers is None else max(limit_s, peers.longest_s)
         limit = TimeLimit(longest_s, self.engine.is_eager)
         ask_s = math.inf if peers is None else limit_s
         return Wait(limit, self.transport, ask_s, time.monotonic())
@@ -288,11 +294,10 @@ class Groups:
             )
         except UnsupportedError as error:
             if group.rank == 0:
-                warnings.warn(
+                warn(
                     f"{group.rank_label}: {error} Continuing with {group.transport.name}, "
                     "which is slower.",
-                    RuntimeWarning,
-                    stacklevel=2,
+                    PerformanceWarning,
                 )
             return group
         shared = group.with_transport(transport)
@@ -354,11 +359,10 @@ class Groups:
             # The error is raised on all ranks of the node, so all of them stop allocating there.
             self._shared_memory = None
             if shared.rank == 0:
-                warnings.warn(
+                warn(
                     f"{self.world.rank_label}: {error} Gradients are copied into shared memory in "
                     "chunks instead, which is slower.",
-                    RuntimeWarning,
-                    stacklevel=3,
+                    PerformanceWarning,
                 )
             return torch.zeros(numel, dtype=dtype, device=device)
 

@@ -75,6 +75,11 @@ class Watcher:
                 self._thread.start()
             self._condition.notify()
 
+    @property
+    def num_held(self) -> int:
+        """Number of items that the device has not completed. From any thread."""
+        return len(self._queue)
+
     def close(self) -> None:
         """Block until all watched work has completed or failed, then end the thread."""
         with self._condition:

@@ -1,23 +1,33 @@
-"""The report of a hang: which ranks wait in a collective, which did not reach it, and why.
+"""Reports of what ranks do: which wait in a collective, which did not reach it, and why.
 
-Pure functions of the status of every rank.
+For a job that hangs, and for `torchmn inspect`. Pure functions of the status of every rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from msgspec import structs
 
-from torchmn.cluster.units import spans
-from torchmn.control.messages import CollectiveStatus, Joining, Overdue, ProcessState, StatusReply
+from torchmn.cluster.units import counted, spans
+from torchmn.control.messages import (
+    CollectiveStatus,
+    EngineStatus,
+    Inspection,
+    Joining,
+    Overdue,
+    ProcessState,
+    StatusReply,
+)
 
 DONE = "done"  # the state of a collective that has completed
 _NUM_STACK_LINES = 60
 _NUM_NAMED = 8
 _NUM_SEPARATE = 16
+_MOMENT_S = 1.0
+_NUM_RECENT = 3
 _FRAME = 'File "'
 _PROCESS_TEXTS = {
     ProcessState.RUNNING: "runs",
@@ -29,22 +39,29 @@ _PROCESS_TEXTS = {
     ProcessState.GONE: "is gone",
     ProcessState.UNKNOWN: "cannot be inspected on this system",
 }
+_GOES_ON = (ProcessState.RUNNING, ProcessState.SLEEPING)
+_HOLDS_GIL = (
+    "it is in C code that holds Python's global interpreter lock (GIL), or is not a Python script"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankStatus:
     """What is known about a rank. ``text`` replaces collectives and stacks that it did not send.
 
-    ``is_halted``: it will not reach another collective without outside help. ``has_ended``: it has
-    reached the end of its script.
+    ``details`` are more lines about it. ``is_halted``: it will not reach another collective without
+    outside help. ``has_ended``: it has reached the end of its script. ``awaits_input``: it waits
+    for a person at the terminal.
     """
 
     collectives: tuple[CollectiveStatus, ...] = ()
     stacks: str = ""
     script_stack: str = ""
     text: str = ""
+    details: tuple[str, ...] = ()
     is_halted: bool = False
     has_ended: bool = False
+    awaits_input: bool = False
 
     @classmethod
     def of(cls, reply: StatusReply) -> RankStatus:
@@ -54,11 +71,15 @@ class RankStatus:
             return cls(text=text, is_halted=True, has_ended=True)
         if reply.process is None:
             return cls(
-                collectives=reply.collectives, stacks=reply.stacks, script_stack=reply.script_stack
+                collectives=reply.collectives,
+                stacks=reply.stacks,
+                script_stack=reply.script_stack,
+                awaits_input=reply.awaits_input,
             )
         where = f" (in {reply.kernel_function})" if reply.kernel_function else ""
+        why = "" if reply.process not in _GOES_ON else f"; {_HOLDS_GIL}"
         return cls(
-            text=f"does not answer: its process {_PROCESS_TEXTS[reply.process]}{where}",
+            text=f"does not answer: its process {_PROCESS_TEXTS[reply.process]}{where}{why}",
             is_halted=reply.process.is_halted,
         )
 
@@ -87,28 +108,34 @@ def report(
     overdue: Overdue, reporter: int, statuses: Statuses, hosts: Mapping[int, str]
 ) -> HangReport:
     """Report a collective that ``reporter`` found overdue; ``hosts`` has the host of each rank."""
-    first = _pending(_collective_of(overdue, statuses.get(reporter)), statuses, hosts)
-    pending, is_cycle = _source(first, statuses, hosts)
-    collective, missing = pending.collective, pending.missing
-    where = f" ({collective.where})" if collective.where else ""
-    head = (
-        f"{collective.what}{where} of group '{collective.group}' has not completed within "
-        f"{overdue.limit_s:g} s"
+    first = _collective_of(overdue, statuses.get(reporter))
+    pending, cause, missing = _cause(first, statuses, hosts)
+    cause = cause or (
+        f"all of {_ranks(pending.members)} have reached it, so there is a connectivity "
+        "problem. Check the network between the hosts (interface, firewall, MTU), or raise "
+        "timeout_s= if it is slow"
     )
-    if is_cycle:
-        cause = _disagreement(_waiting(sorted(hosts), statuses))
-        missing = ()
-    elif missing:
-        cause = _missing_text(
-            missing, hosts, lambda rank: _activity(statuses.get(rank), collective)
-        )
-    else:
-        cause = _disagreement(pending.waiting) or (
-            f"all of {_ranks(pending.members)} have reached it, so there is a connectivity "
-            "problem. Check the network between the hosts (interface, firewall, MTU), or raise "
-            "timeout_s= if it is slow"
-        )
+    head = f"{pending.name} has not completed within {overdue.limit_s:g} s"
     return _hang_report(head, cause, missing, statuses, hosts)
+
+
+def _cause(
+    first: CollectiveStatus, statuses: Statuses, hosts: Mapping[int, str]
+) -> tuple[_Pending, str, tuple[int, ...]]:
+    """Return the collective that ranks wait for, why it is not over, and the missing ranks.
+
+    The reason is empty if all ranks have reached it.
+    """
+    pending, is_cycle = _source(_pending(first, statuses, hosts), statuses, hosts)
+    missing = pending.missing
+    if is_cycle:
+        return pending, _disagreement(_waiting(sorted(hosts), statuses)), ()
+    if not missing:
+        return pending, _disagreement(pending.waiting), ()
+    text = _missing_text(
+        missing, hosts, lambda rank: _activity(statuses.get(rank), pending.collective)
+    )
+    return pending, text, missing
 
 
 def report_of_joining(
@@ -149,11 +176,7 @@ def _hang_report(
 ) -> HangReport:
     def text(*, is_short: bool) -> str:
         lines = [f"Hang: {head}.", f"{cause[0].upper()}{cause[1:]}.", ""]
-        for ranks in _with_equal_lines(sorted(hosts), statuses):
-            title, *rest = _lines_of(ranks[0], statuses.get(ranks[0]), hosts, is_short=is_short)
-            more = f"  (the same on {len(ranks) - 1} more: {', '.join(spans(ranks[1:]))})"
-            lines += [title, *[more] * bool(ranks[1:]), *rest]
-        return "\n".join(lines) + "\n"
+        return "\n".join([*lines, *_lines_of_all(statuses, hosts, is_short=is_short)]) + "\n"
 
     return HangReport(
         summary=f"{head}; {cause}",
@@ -163,6 +186,75 @@ def _hang_report(
     )
 
 
+def _lines_of_all(statuses: Statuses, hosts: Mapping[int, str], *, is_short: bool) -> Iterator[str]:
+    for ranks in _with_equal_lines(sorted(hosts), statuses):
+        title, *rest = _lines_of(ranks[0], statuses.get(ranks[0]), hosts, is_short=is_short)
+        yield title
+        if ranks[1:]:
+            yield f"  (the same on {len(ranks) - 1} more: {', '.join(spans(ranks[1:]))})"
+        yield from rest
+
+
+def report_of_inspection(inspection: Inspection, *, is_full: bool) -> str:
+    """Report what the ranks of a running job do, and for whom they wait.
+
+    ``is_full`` shows the stacks of all threads and more collectives, else the script's own frames.
+    """
+    ranks, num_recent = inspection.ranks, 0 if is_full else _NUM_RECENT  # [-0:] are all
+    hosts = {each.rank: each.host for each in ranks}
+    statuses = {}
+    for each in ranks:
+        status = RankStatus() if each.reply is None else RankStatus.of(each.reply)
+        details = () if each.reply is None else _details(each.reply, each.pid, num_recent)
+        if each.reply is not None or each.text:
+            statuses[each.rank] = replace(status, text=each.text or status.text, details=details)
+    num_hosts = len(set(filter(None, hosts.values())))
+    lines = [
+        f"{inspection.log_dir}: {counted(len(ranks), 'rank')} on {counted(num_hosts, 'host')}, "
+        f"running for {inspection.seconds:.0f} s.",
+        _waits_of(statuses, hosts),
+        "",
+        *_lines_of_all(statuses, hosts, is_short=not is_full),
+    ]
+    return "\n".join(lines)
+
+
+def _waits_of(statuses: Statuses, hosts: Mapping[int, str]) -> str:
+    """Describe the collective that has taken longest so far, and which ranks did not reach it."""
+    waiting = _waiting(sorted(hosts), statuses).values()
+    if not waiting:
+        return "No rank is in a collective."
+    pending, cause, _ = _cause(max(waiting, key=lambda each: each.age_s), statuses, hosts)
+    age_s = max((each.age_s for each in pending.waiting.values()), default=0.0)
+    if age_s < _MOMENT_S:  # replies are not of one moment, so it may seem that a rank is missing
+        return f"{pending.name} is running."
+    cause = cause or f"all of {_ranks(pending.members)} have reached it"
+    return f"{pending.name} began {age_s:g} s ago; {cause}."
+
+
+def _details(reply: StatusReply, pid: int, num_recent: int) -> tuple[str, ...]:
+    """Describe memory, the exchange engines and the last collectives of a rank."""
+    memory = f"  process {pid}, {reply.rss_nbytes / 1e9:.2f} GB of memory"
+    if reply.device_nbytes:
+        memory += f", {reply.device_nbytes / 1e9:.2f} GB on its device"
+    engines = [f"  exchanges{_of(each)}: {_engine_text(each)}" for each in reply.engines]
+    recent = [
+        f"    {each.age_s:.1f} s ago: number {each.number} of '{each.group}', {each.what}"
+        f"{f', {each.where}' if each.where else ''}, {each.state}, {1e3 * each.seconds:.2f} ms"
+        for each in reply.recent[-num_recent:]
+    ]
+    return memory, *engines, *["  last collectives:"] * bool(recent), *recent
+
+
+def _of(engine: EngineStatus) -> str:
+    return f" of {_ranks(engine.ranks)}" if engine.ranks else ""
+
+
+def _engine_text(engine: EngineStatus) -> str:
+    on_device = f", {engine.num_on_device} on the device" if engine.num_on_device else ""
+    return f"{int(engine.is_running)} running, {engine.num_queued} queued{on_device}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Pending:
     """A collective that has not completed, its ranks, and the state of those that reached it."""
@@ -170,6 +262,11 @@ class _Pending:
     collective: CollectiveStatus
     members: list[int]
     waiting: dict[int, CollectiveStatus]
+
+    @property
+    def name(self) -> str:
+        where = f" ({self.collective.where})" if self.collective.where else ""
+        return f"{self.collective.what}{where} of group '{self.collective.group}'"
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -297,7 +394,7 @@ def _with_equal_lines(ranks: Sequence[int], statuses: Statuses) -> list[list[int
         status = statuses.get(rank)
         if status is not None:
             without_age = tuple(structs.replace(each, age_s=0.0) for each in status.collectives)
-            status = replace(status, collectives=without_age)
+            status = replace(status, collectives=without_age, details=())
         found.setdefault(status, []).append(rank)
     return list(found.values())
 
@@ -309,7 +406,7 @@ def _lines_of(
     if status is None:
         return [f"{name}: no answer, neither from the rank nor from its agent."]
     if status.text:
-        return [f"{name} {status.text}."]
+        return [f"{name} {status.text}.", *status.details]
     lines = [f"{name}:"]
     for own in status.collectives:
         where = f", {own.where}" if own.where else ""
@@ -318,6 +415,7 @@ def _lines_of(
             f"started {own.age_s:g} s ago"
         )
     stacks = (is_short and status.script_stack) or status.stacks
+    lines += status.details
     lines += [f"  {line}" for line in stacks.splitlines()[:_NUM_STACK_LINES]]
     return lines
 

@@ -41,7 +41,8 @@ class StartScript(Message, frozen=True, kw_only=True):
     """Supervisor: the command to run; ``env`` holds variables that the launcher has not set.
 
     ``grace_s`` is how long the script may take to exit when the job fails, ``signal_grace_s`` after
-    a signal from outside of the job; ``None`` leaves that to the scheduler.
+    a signal from outside of the job; ``None`` leaves that to the scheduler. ``preemption`` is where
+    the host finds out that it will be preempted, see `torchmn.run.preemption_notice`.
     """
 
     argv: list[str]
@@ -52,6 +53,7 @@ class StartScript(Message, frozen=True, kw_only=True):
     wants_refreshes: bool
     script: str
     env: dict[str, str]
+    preemption: str = ""
 
 
 class StartRefused(Message, frozen=True, kw_only=True):
@@ -87,6 +89,12 @@ class Refresh(Message, frozen=True, kw_only=True):
     """Agent: the current state of a progress bar."""
 
     text: str
+
+
+class AwaitsInput(Message, frozen=True, kw_only=True):
+    """Script: it begins, or has ended, to wait for a person at the terminal."""
+
+    begins: bool
 
 
 class LogWarning(Message, frozen=True, kw_only=True):
@@ -125,6 +133,15 @@ class ForwardSignal(Message, frozen=True, kw_only=True):
     signum: int
 
 
+class PreemptionNotice(Message, frozen=True, kw_only=True):
+    """Agent, to its script and to the supervisor: the host will be preempted.
+
+    ``text`` says by whom and when, as far as known.
+    """
+
+    text: str
+
+
 # ---- failures and hangs ------------------------------------------------------------------
 
 
@@ -159,11 +176,13 @@ class MonitorHello(Message, frozen=True, kw_only=True):
 
 
 class Failed(Message, frozen=True, kw_only=True):
-    """Script: an error ends it with this exit status. ``traceback`` is the text printed for it.
+    """Script: an error ends it with this exit status. ``traceback`` is the text for the terminal.
 
     ``error`` is the type and the message of the error, which may have several lines.
     ``is_consequence``: the error only reports that another rank has ended or does not answer.
-    ``at`` is in seconds since the epoch.
+    ``at`` is in seconds since the epoch. ``whole`` is the traceback with all frames, empty if the
+    script may continue; unless ``is_shown`` the script has not printed it: the agent writes it to
+    the rank's log.
     """
 
     status: int
@@ -171,12 +190,19 @@ class Failed(Message, frozen=True, kw_only=True):
     error: str
     is_consequence: bool
     at: float
+    whole: str = ""
+    is_shown: bool = True
 
 
 class Leaving(Message, frozen=True, kw_only=True):
-    """Script: it has reached its end and will probably exit with this status."""
+    """Script: it has reached its end and will probably exit with this status.
+
+    ``text`` is what it has not printed: that of ``sys.exit("text")``, or the traceback of a
+    KeyboardInterrupt, with ``status`` 0. The agent writes it to the rank's log.
+    """
 
     status: int
+    text: str = ""
 
 
 class Joining(Message, frozen=True, kw_only=True):
@@ -198,9 +224,10 @@ class Overdue(Message, frozen=True, kw_only=True):
 
 
 class CollectiveStatus(Record, frozen=True, kw_only=True):
-    """The newest collective of one group on one rank; ``ranks`` is empty for all of the job.
+    """A collective of one group on one rank; ``ranks`` is empty for all of the job.
 
     ``where`` names the bucket and the step, if known; ``state`` is ``"done"`` once it is complete.
+    It began ``age_s`` ago and took, or has taken, ``seconds``.
     """
 
     group: str
@@ -210,6 +237,19 @@ class CollectiveStatus(Record, frozen=True, kw_only=True):
     where: str = ""
     state: str = ""
     age_s: float = 0.0
+    seconds: float = 0.0
+
+
+class EngineStatus(Record, frozen=True, kw_only=True):
+    """The engine of one communicator: ``ranks`` is empty for all of the job.
+
+    ``num_on_device`` exchanges are queued on a GPU, whose end the host does not wait for.
+    """
+
+    ranks: tuple[int, ...] = ()
+    is_running: bool
+    num_queued: int
+    num_on_device: int
 
 
 class CheckpointSaved(Message, frozen=True, kw_only=True):
@@ -224,10 +264,12 @@ class CheckpointSaved(Message, frozen=True, kw_only=True):
 class StatusRequest(Message, frozen=True, kw_only=True):
     """Supervisor: requests a `StatusReply` from every rank.
 
-    After ``limit_s`` the agent replies in place of a script that has not.
+    After ``limit_s`` the agent replies in place of a script that has not. The reply has up to
+    ``num_recent`` of the last collectives of each communicator.
     """
 
     limit_s: float
+    num_recent: int = 0
 
 
 class StatusReply(Message, frozen=True, kw_only=True):
@@ -236,14 +278,44 @@ class StatusReply(Message, frozen=True, kw_only=True):
     If the script did not answer, ``process`` is the state of its process, and ``kernel_function``
     the kernel function in which it waits, if known. ``script_stack`` has the frames of ``stacks``
     that belong to the script's own code. ``has_ended``: the script has reached its end.
+    ``awaits_input``: it waits for a person at the terminal.
+    ``device_nbytes`` is what the record of the run last measured, None without a record.
     """
 
     collectives: tuple[CollectiveStatus, ...] = ()
+    recent: tuple[CollectiveStatus, ...] = ()
+    engines: tuple[EngineStatus, ...] = ()
+    rss_nbytes: int = 0
+    device_nbytes: int | None = None
     stacks: str = ""
     script_stack: str = ""
     process: ProcessState | None = None
     kernel_function: str = ""
     has_ended: bool = False
+    awaits_input: bool = False
+
+
+class InspectRequest(Message, frozen=True):
+    """`torchmn inspect`: the identity when it authenticates; the answer is an `Inspection`."""
+
+
+class RankState(Record, frozen=True, kw_only=True):
+    """What one rank does. ``text`` describes a rank that did not reply, else it is empty."""
+
+    rank: int
+    host: str
+    pid: int
+    text: str
+    reply: StatusReply | None
+
+
+class Inspection(Message, frozen=True, kw_only=True):
+    """Supervisor: what all ranks do, some ``seconds`` after the job began."""
+
+    log_dir: str
+    host: str
+    seconds: float
+    ranks: tuple[RankState, ...]
 
 
 class HeartbeatRequest(Message, frozen=True):
@@ -267,15 +339,43 @@ class Alive(Message, frozen=True, kw_only=True):
 
 
 class HostHello(Message, frozen=True, kw_only=True):
-    """Host: it offers ``slots`` ranks; the identity with which it authenticates."""
+    """Host: it offers ``slots`` ranks; the identity with which it authenticates.
+
+    ``node_rank`` is its place among the hosts if the user has given one. ``joins``: the user has
+    started it there, and not the launcher.
+    """
 
     host: str
     slots: int
     versions: dict[str, str]
+    node_rank: int | None = None
+    joins: bool = False
+
+
+class JobOrder(Message, frozen=True, kw_only=True):
+    """Launcher: what a host that has connected needs to know of the job.
+
+    It replies with `HostReady`, or with `HostLeaving` if it cannot take part. ``env`` holds
+    variables for its agents. It is sent unencrypted, so it has none that the user has set.
+    ``signal_grace_s`` is as in `StartScript`, ``preemption`` as in `torchmn.run.job.Job`.
+    """
+
+    cwd: str
+    script: str
+    grace_s: float
+    signal_grace_s: float | None
+    preemption: str
+    env: dict[str, str]
 
 
 class HostReady(Message, frozen=True):
     """Host: no agent runs on it; it waits for the next round."""
+
+
+class HostLeaving(Message, frozen=True, kw_only=True):
+    """Host: it will leave the job, and why."""
+
+    text: str
 
 
 class HostFinished(Message, frozen=True):

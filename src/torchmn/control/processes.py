@@ -101,6 +101,26 @@ def environment_of(pid: int) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
+def open_files(name: str) -> list[str]:
+    """Return the paths of files with this name that processes of this user have open."""
+    found = set()
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        numbers: list[str] = []
+        with suppress(OSError):  # it has ended, or may not be looked at
+            if os.stat(f"/proc/{entry}").st_uid == os.geteuid():
+                numbers = os.listdir(f"/proc/{entry}/fd")
+        for number in numbers:
+            with suppress(OSError):  # it was closed
+                found.add(os.readlink(f"/proc/{entry}/fd/{number}"))
+    return sorted(path for path in found if os.path.basename(path) == name)
+
+
+def resident_nbytes(pid: int) -> int:
+    """Return the bytes of memory that a process has in RAM; 0 if they are unknown."""
+    pages = _read(pid, "statm").split()[1:2]
+    return int(pages[0]) * os.sysconf("SC_PAGE_SIZE") if pages else 0
+
+
 def process_state(pid: int) -> tuple[ProcessState, str]:
     """Return the state of a process, and the kernel function in which it waits, if known."""
     kernel_function = _read(pid, "wchan").strip().strip("0")

@@ -6,6 +6,7 @@ cause is elsewhere.
 """
 
 import os
+import re
 import sys
 import threading
 import traceback
@@ -15,15 +16,19 @@ from types import TracebackType
 from typing import Any
 
 from torchmn.base.errors import CommunicationError, RankMismatchError, TimeLimitError, TorchmnError
-from torchmn.base.terminal import say
+from torchmn.base.log import Log
 from torchmn.cluster.environment_variables import PROGRESS_VARIABLE, TRACEBACK_VARIABLE
 
 FOLLOW_UP = "follow-up: "
-_CAUSED = "The above exception was the direct cause of the following exception:"
-_RAISED_DURING = "During handling of the above exception, another exception occurred:"
+_MAX_UNPRINTED_CHARS = 1 << 15
+"""What fits into the buffer of a socket in any encoding: the process may end right after it."""
+_FRAME = re.compile(r'(?P<margin>[ |]*)File "(?P<file>[^"]+)", line \d')
+_FOLDED = f"frames of torchmn and torch: {{}}; {TRACEBACK_VARIABLE}=1 shows them"
 _PEER_ERRORS = ("connection closed", "connection reset", "broken pipe", "timed out", "timeout")
 
-_on_error: list[Callable[[BaseException], None]] = []
+_log = Log(__name__)
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+_on_error: list[Callable[[BaseException, str], object]] = []
 
 
 # While they exist, their ``failure_note()`` is added to an exception that ends the script, if it is
@@ -31,8 +36,11 @@ _on_error: list[Callable[[BaseException], None]] = []
 failure_notes: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def on_error(callback: Callable[[BaseException], None]) -> None:
-    """Call ``callback`` with the error for which `run_main` is about to end this process. Local."""
+def on_error(callback: Callable[[BaseException, str], object]) -> None:
+    """Call ``callback`` with the error for which `run_main` is about to end this process. Local.
+
+    It is also given the line that `run_main` would print, and prints it in its place.
+    """
     _on_error.append(callback)
 
 
@@ -49,7 +57,9 @@ def record_progress(line: str) -> None:
             with open(path, "a", encoding="utf-8") as file:
                 file.write(f"{line}\n")
         except OSError as error:
-            say(f"{path} cannot be written ({error.strerror}): this job will not be resubmitted.")
+            _log.warning(
+                "%s cannot be written (%s): this job will not be resubmitted.", path, error.strerror
+            )
 
 
 def run_main(main: Callable[[], object]) -> None:
@@ -68,54 +78,124 @@ def run_main(main: Callable[[], object]) -> None:
     except TorchmnError as error:
         if os.environ.get(TRACEBACK_VARIABLE):
             raise
-        print(_marked(error, f"torchmn: {error}"), file=sys.stderr, flush=True)
-        for callback in _on_error:
-            callback(error)
+        text = f"torchmn: {error}"
+        for callback in _on_error or [_print_error]:
+            callback(error, text)
         if mpi := sys.modules.get("mpi4py.MPI"):
             mpi.COMM_WORLD.Abort(1)
         raise SystemExit(1) from None
 
 
-def show_exception(
-    error: BaseException,
-    hook: Callable[[type[BaseException], BaseException, TracebackType | None], object],
-) -> None:
+def _print_error(error: BaseException, text: str) -> None:
+    print(_marked(error, text), file=sys.stderr, flush=True)
+
+
+def show_exception(error: BaseException, hook: Hook | None, text: str = "") -> None:
     """Print an uncaught exception with ``hook``, and mark what follows from another failure.
 
-    The interpreter's hook is replaced by `traceback_text` for errors of torchmn, and for those that
-    only follow from the loss of another rank, of which every line is marked. Exceptions that are
-    not torchmn's get the `failure_notes` first (since Python 3.11).
+    The interpreter's hook is replaced by ``text``, by default `traceback_text`, for errors of
+    torchmn, and for those that only follow from the loss of another rank, of which every line is
+    marked. ``hook`` may be None if there is a text.
     """
-    if not isinstance(error, TorchmnError) and hasattr(error, "add_note"):
-        for note in filter(None, [each.failure_note() for each in list(failure_notes)]):
-            error.add_note(note)
-    if hook is sys.__excepthook__ and (isinstance(error, TorchmnError) or _is_follow_up(error)):
-        print(_marked(error, traceback_text(error)), file=sys.stderr, flush=True)
+    _add_notes(error)
+    is_default = hook is None or hook is sys.__excepthook__
+    if hook is None or (is_default and (isinstance(error, TorchmnError) or _is_follow_up(error))):
+        _print_error(error, text or traceback_text(error))
     else:
         hook(type(error), error, error.__traceback__)
 
 
-def traceback_text(error: BaseException) -> str:
-    """Return the traceback of an exception; that of a `TorchmnError` only shows user code.
+def unprinted_text(error: BaseException, hook: Hook | None) -> str:
+    """Return what a launcher may print in the place of this process, with all frames.
 
-    It omits frames of torchmn and torch, and chained exceptions without user code, which the
-    message describes. Nothing is omitted with ``TORCHMN_TRACEBACK=1`` or outside of user code.
+    Empty if the script has its own ``hook`` or standard error, or if the text is too long for a
+    message.
     """
-    own = _text_of_script(error)
-    if not isinstance(error, TorchmnError) or not own:
-        own = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    else:
-        for each, link in _shown_before(error):
-            if before := _text_of_script(each):
-                own = f"{before}\n{link}\n\n{own}"
-    return own.rstrip("\n")
+    if hook not in (None, sys.__excepthook__) or not prints_to_launcher():
+        return ""
+    _add_notes(error)
+    text = _marked(error, whole_text(error))
+    return text if len(text) <= _MAX_UNPRINTED_CHARS else ""
 
 
-def _text_of_script(error: BaseException) -> str:
-    """Format an exception with its frames of user code; empty if it has none."""
-    lines = frames_of_script(traceback.extract_tb(error.__traceback__))
-    end = traceback.format_exception_only(error)
-    return "".join(["Traceback (most recent call last):\n", *lines, *end]) if lines else ""
+def prints_to_launcher() -> bool:
+    """Whether `sys.stderr` is still the one with which the process was started."""
+    return sys.stderr is not None and sys.stderr is sys.__stderr__
+
+
+def _add_notes(error: BaseException) -> None:
+    """Add the `failure_notes` to an exception that is not torchmn's (since Python 3.11)."""
+    if isinstance(error, TorchmnError) or not hasattr(error, "add_note"):
+        return
+    for note in filter(None, [each.failure_note() for each in list(failure_notes)]):
+        if note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+
+
+def whole_text(error: BaseException) -> str:
+    """Return the traceback of an exception as Python prints it."""
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    return text.rstrip("\n")
+
+
+def traceback_text(error: BaseException) -> str:
+    """Return the traceback of an exception with the frames of torchmn and torch folded.
+
+    For a `TorchmnError` it also omits chained exceptions without user code, which the message
+    describes. Nothing is omitted with ``TORCHMN_TRACEBACK=1`` or outside of user code.
+    """
+    shown = traceback.TracebackException.from_exception(error, compact=True)
+    if os.environ.get(TRACEBACK_VARIABLE) or not _has_user_code(shown):
+        return whole_text(error)
+    if isinstance(error, TorchmnError):
+        _drop_internal(shown)
+    return _folded("".join(shown.format()).rstrip("\n"))
+
+
+def _drop_internal(shown: traceback.TracebackException) -> None:
+    """Remove those without user code from the exceptions that an exception follows from."""
+    current: traceback.TracebackException | None = shown
+    while current is not None:
+        before = _before(current)
+        if before is None or _has_user_code(before):
+            current = before
+        elif current.__cause__ is not None:
+            current.__cause__ = _before(before)
+        else:
+            current.__context__ = _before(before)
+
+
+def _before(shown: traceback.TracebackException) -> traceback.TracebackException | None:
+    """The exception that Python prints before this one."""
+    if shown.__cause__ is not None:
+        return shown.__cause__
+    return None if shown.__suppress_context__ else shown.__context__
+
+
+def _has_user_code(shown: traceback.TracebackException) -> bool:
+    return any(not _is_internal(frame.filename) for frame in shown.stack)
+
+
+def _folded(text: str) -> str:
+    """Replace frames of torchmn and torch in tracebacks by their number.
+
+    In the text, because a message may hold the traceback of another process, as that of an error
+    in a worker of a DataLoader does.
+    """
+    lines: list[str] = []
+    num_folded, margin = 0, ""
+    for line in [*text.split("\n"), ""]:
+        frame = _FRAME.match(line)
+        if frame and _is_internal(frame["file"]):
+            num_folded, margin = num_folded + 1, frame["margin"]
+            continue
+        if num_folded and not frame and line.startswith((f"{margin} ", f"{margin}[")):
+            continue  # the source of the frame above it
+        if num_folded:
+            lines.append(f"{margin}({_FOLDED.format(num_folded)})")
+            num_folded = 0
+        lines.append(line)
+    return "\n".join(lines[:-1])
 
 
 def frames_of_script(stack: Sequence[traceback.FrameSummary]) -> list[str]:
@@ -123,12 +203,9 @@ def frames_of_script(stack: Sequence[traceback.FrameSummary]) -> list[str]:
 
     Empty with ``TORCHMN_TRACEBACK=1``, and if there are no such frames.
     """
-    own = [frame for frame in stack if not _is_internal(frame.filename)]
-    if not own or os.environ.get(TRACEBACK_VARIABLE):
+    if os.environ.get(TRACEBACK_VARIABLE) or all(_is_internal(each.filename) for each in stack):
         return []
-    num_hidden = len(stack) - len(own)
-    note = f"  (frames of torchmn and torch: {num_hidden}; {TRACEBACK_VARIABLE}=1 shows them)\n"
-    return [*traceback.format_list(own), *[note] * bool(num_hidden)]
+    return _folded("".join(traceback.format_list(stack))).splitlines(keepends=True)
 
 
 def script_stack(thread: threading.Thread) -> str:
@@ -178,20 +255,6 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         seen.add(id(current))
         yield current
         current = current.__cause__ or current.__context__
-
-
-def _shown_before(error: BaseException) -> Iterator[tuple[BaseException, str]]:
-    """Yield the chained exceptions that Python prints before an error, the nearest first.
-
-    With each comes the sentence that Python prints after it.
-    """
-    link = ""
-    for each in _causes(error):
-        if link:
-            yield each, link
-        if each.__cause__ is None and each.__suppress_context__:
-            return
-        link = _CAUSED if each.__cause__ is not None else _RAISED_DURING
 
 
 def _is_communication_error(error: BaseException) -> bool:

@@ -7,10 +7,12 @@ does not answer, the state of its process is reported instead.
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import Callable
 
 from torchmn.control.connection import Channel
 from torchmn.control.messages import (
+    AwaitsInput,
     CheckpointSaved,
     Failed,
     Joined,
@@ -21,9 +23,12 @@ from torchmn.control.messages import (
     StatusReply,
     StatusRequest,
 )
-from torchmn.control.processes import process_state
+from torchmn.control.processes import process_state, resident_nbytes
 
-_FROM_SCRIPTS = (CheckpointSaved, Failed, Joined, Joining, Leaving, Overdue, StatusReply)
+_FROM_SCRIPTS = (
+    *(AwaitsInput, CheckpointSaved, Failed, Joined, Joining, Leaving, Overdue),
+    StatusReply,
+)
 
 
 class ScriptLink:
@@ -42,8 +47,13 @@ class ScriptLink:
         self._channel = Channel(connection)
         self._forward = forward
         self._pid = 0
-        # The deadline of the script's reply while a status request is pending.
-        self.reply_by: float | None = None
+        # The deadlines of the script's replies: a hang may be found while a person inspects.
+        self._reply_by: deque[float] = deque()
+
+    @property
+    def reply_by(self) -> float | None:
+        """The deadline of the script's next reply, None if no status request is pending."""
+        return self._reply_by[0] if self._reply_by else None
 
     @property
     def is_open(self) -> bool:
@@ -75,21 +85,24 @@ class ScriptLink:
 
     def request_status(self, request: StatusRequest) -> None:
         """Request the script's status. The reply is forwarded."""
-        self.reply_by = time.monotonic() + request.limit_s
+        self._reply_by.append(time.monotonic() + request.limit_s)
         self._channel.post(request)
 
     def forward_messages(self) -> None:
         """Forward what the script has sent."""
         self._channel.flush()
         for message in self._channel.collect():
-            if isinstance(message, StatusReply):
-                self.reply_by = None
+            if isinstance(message, StatusReply) and self._reply_by:
+                self._reply_by.popleft()
             if isinstance(message, _FROM_SCRIPTS):
                 self._forward(message)
 
     def reply_if_overdue(self) -> None:
         """Reply in place of a script that has not replied in time."""
-        if self.reply_by is not None and time.monotonic() >= self.reply_by:
-            self.reply_by = None
+        if self._reply_by and time.monotonic() >= self._reply_by[0]:
+            self._reply_by.popleft()
             process, kernel_function = process_state(self._pid)
-            self._forward(StatusReply(process=process, kernel_function=kernel_function))
+            rss_nbytes = resident_nbytes(self._pid)
+            self._forward(
+                StatusReply(process=process, kernel_function=kernel_function, rss_nbytes=rss_nbytes)
+            )

@@ -23,7 +23,6 @@ import hashlib
 import math
 import os
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from operator import length_hint
@@ -34,7 +33,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from torchmn.base.errors import RankMismatchError
+from torchmn.base.errors import RankMismatchError, ResultWarning
+from torchmn.base.warn import warn
 from torchmn.data import rng_state
 from torchmn.data.sub_dataset import SubDataset
 
@@ -100,11 +100,11 @@ def warn_if_changed(
 ) -> None:
     """Warn if data sets that were equal have changed in different ways. Local."""
     if names := _differing(own, of_rank_0):
-        warnings.warn(
+        warn(
             f"{comm.rank_label}: its data set has changed in another way than that of rank 0: "
             f"{', '.join(names)} differ. Write what belongs to samples, such as pseudo-labels, on "
             "all ranks alike: torchmn.data.gather_by_index gives each rank the values of all.",
-            stacklevel=2,
+            ResultWarning,
         )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import operator
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -13,7 +12,8 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import numpy as np
 import torch
 
-from torchmn.base.errors import DataError, UsageError
+from torchmn.base.errors import DataError, PerformanceWarning, UsageError
+from torchmn.base.warn import warn
 from torchmn.comm.collectives import bcast_for
 from torchmn.data import rank_seeds, rng_state
 from torchmn.data.counted_loader import PassSampler
@@ -329,10 +329,10 @@ class ScatteredBatches(PassSampler):
         most, size = int(max(message["lengths"], default=0)), self._comm.size
         is_known = message["is_last"] or hasattr(self.batches, "batch_size")
         if is_known and self._comm.rank == 0 and 0 < most < min(size, len(message["samples"])):
-            warnings.warn(
+            warn(
                 f"scatter_loader: batches of {most} for {size} ranks: {size - most} of the ranks "
                 "get no sample in this whole pass. batch_size is that of all ranks together.",
-                stacklevel=2,
+                PerformanceWarning,
             )
 
 

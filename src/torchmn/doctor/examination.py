@@ -4,6 +4,7 @@ A link whose measurement leads to a finding is measured again, up to twice, and 
 counts: a fault persists, a disturbance does not.
 """
 
+import logging
 import secrets
 import shlex
 import sys
@@ -16,7 +17,7 @@ from typing import Any
 import msgspec
 
 from torchmn.base.errors import LaunchError
-from torchmn.base.terminal import say
+from torchmn.base.log import Log
 from torchmn.cluster.units import counted
 from torchmn.control.codec import Record
 from torchmn.control.processes import allow_connections
@@ -44,6 +45,7 @@ from torchmn.doctor.links import (
 from torchmn.doctor.network import clock_findings
 from torchmn.run.starters.remote import remote_shell
 
+_log = Log(__name__)
 _START_S = 20.0
 _CHECK_S = 60.0
 _QUICK_LINK_S, _FULL_LINK_S = 0.25, 1.0
@@ -144,8 +146,7 @@ class _Examiner:
                 self._lost(host, f"{host} does not answer: {found.rstrip('.')}")
 
     def _say(self, text: str) -> None:
-        if self._shows_progress:
-            say(f"{text} ...")
+        _log.log(logging.INFO if self._shows_progress else logging.DEBUG, "%s ...", text)
 
     def _open(self, host: str) -> HostSession | str:
         begin = Begin(host=host, secret=self._secret, request=self._request)

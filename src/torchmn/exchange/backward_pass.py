@@ -13,14 +13,19 @@ from enum import Enum
 from torchmn.base.compiling import not_compiled
 from torchmn.base.errors import CommunicationError, UsageError
 from torchmn.base.torch_private import at_end_of_backward, current_graph_task_id
+from torchmn.comm import Communicator
+from torchmn.exchange.agreements.facts import NO_JOINT_PASS
 
 
 class _Members:
     """Counts the multi-node optimizers that exchange gradients in one backward pass."""
 
     num = 0
+    are_elsewhere = False  # whether one of them has begun another pass since
 
 
+_BEFORE_PASSES: weakref.WeakKeyDictionary[Communicator, _Members] = weakref.WeakKeyDictionary()
+"""Stands for a pass before the first one: counts the optimizers made on a communicator."""
 _MEMBERS: weakref.WeakValueDictionary[int, _Members] = weakref.WeakValueDictionary()
 """The counts of the passes that run, by autograd's number of the pass."""
 
@@ -43,13 +48,8 @@ class BackwardPass:
         none."""
         # Weak: only autograd may keep the callback alive, so that its release can be noticed.
         self._callback = weakref.ref(callback, lambda _: on_release())
-        self._members = _MEMBERS.setdefault(backward_id, _Members())
-        self._members.num += 1
-
-    @property
-    def is_joint(self) -> bool:
-        """Whether other optimizers exchange gradients in this pass too; known at its end."""
-        return self._members.num > 1
+        self.members = _MEMBERS.setdefault(backward_id, _Members())
+        self.members.num += 1
 
     @property
     def is_running(self) -> bool:
@@ -83,12 +83,18 @@ class PassState(Enum):
 class Passes:
     """The backward passes of one reducer, one after another. Every method is local."""
 
-    def __init__(self, rank_label: str) -> None:
-        self._rank_label = rank_label
+    def __init__(self, comm: Communicator) -> None:
+        self._rank_label = comm.rank_label
         self.current: BackwardPass | None = None
         """The pass that has begun and not ended."""
+        self._members = _BEFORE_PASSES.setdefault(comm, _Members())  # of the last pass that ended
+        self._members.num += 1
+        self.number = self._members.num
+        """The number of this optimizer among those that were made on its communicator."""
         self.is_joint = False
         """Whether other optimizers exchange gradients in the pass that is ending."""
+        self.were_cleared = False
+        """Whether gradients were cleared since they were exchanged."""
         self.are_compared = False
         """Whether that pass found the parameters unchanged since they were laid out."""
 
@@ -112,6 +118,7 @@ class Passes:
         Autograd calls ``callback`` when the pass ends. ``on_release`` is called if it raises,
         before another pass can begin.
         """
+        self._members.are_elsewhere = True
         self.current = BackwardPass(callback, on_release, packs_early=packs_early)
         at_end_of_backward(callback)
         return self.current
@@ -119,7 +126,9 @@ class Passes:
     def end(self) -> BackwardPass | None:
         """Note that the pass has ended and is about to be exchanged; returns it."""
         ended, self.current = self.current, None
-        self.is_joint = ended is not None and ended.is_joint
+        if ended is not None:
+            self._members = ended.members
+        self.is_joint = ended is not None and ended.members.num > 1
         self.are_compared = ended is not None and ended.packs_early
         return ended
 
@@ -138,6 +147,15 @@ class Passes:
     def are_inside(self) -> bool:
         """Whether the caller runs inside a backward pass, as a hook of autograd does."""
         return self.current is not None and current_graph_task_id() != -1
+
+    def raise_if_others_share_one(self) -> None:
+        """Raise UsageError if none of the optimizers that shared the last pass has begun another.
+
+        For ranks that exchange without a pass while others may have such a pass again.
+        """
+        last = self._members
+        if last.num > 1 and not last.are_elsewhere and not self.is_joint:
+            raise UsageError(f"{self._rank_label}: {NO_JOINT_PASS}")
 
     def raise_if_unfinished(self) -> None:
         """Raise if a pass has begun but not ended, and its gradients were not cleared.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
-from torchmn.base.errors import UnsupportedError
+from torchmn.base.errors import CheckpointWarning, PerformanceWarning, UnsupportedError
+from torchmn.base.warn import warn
 from torchmn.comm import Communicator
 from torchmn.comm.codecs import Codec, create_codec
 
@@ -39,12 +39,12 @@ def warn_if_it_encodes_nothing(codec: Codec | None, comm: Communicator) -> None:
     """Warn on rank 0 if the route does not use the requested codec. Local."""
     if codec is None or comm.size == 1 or comm.rank != 0 or comm.route.codec_scope:
         return
-    warnings.warn(
+    warn(
         f"{comm.rank_label}: the codec {codec.name} encodes nothing here: the route {comm.name!r} "
         f"encodes what crosses between nodes, and all {comm.size} ranks are on one, where sums are "
         "exact and faster without it. To encode between all ranks anyway, use "
         "torchmn.create_communicator('flat').",
-        stacklevel=3,
+        PerformanceWarning,
     )
 
 
@@ -59,21 +59,19 @@ def load_codec_state(codec: Codec | None, comm: Communicator, state: dict[str, A
     """Continue from a `codec_state`; warns of residuals that must be dropped. Local."""
     if codec is None:
         if state.get("state", {}).get("residuals"):
-            warnings.warn(
+            warn(
                 f"{comm.rank_label}: the saved state has residuals of a codec, which are dropped, "
                 "because no codec is used here. Use the codec of the saved run.",
-                RuntimeWarning,
-                stacklevel=4,
+                CheckpointWarning,
             )
         return
     is_ours = (state.get("rank"), state.get("size")) == (comm.rank, comm.size)
     if state.get("state") and not is_ours:
-        warnings.warn(
+        warn(
             f"{comm.rank_label}: the saved state of the codec {codec.name} is that of "
             f"rank {state['rank']} of {state['size']}, so this rank starts without residuals. "
             "Save and load optimizer.state_dict() on every rank; for another number of ranks "
             "load what optimizer.reshard_state_dict() makes of the states of all old ranks.",
-            RuntimeWarning,
-            stacklevel=4,
+            CheckpointWarning,
         )
     codec.load_state_dict(state["state"] if is_ours else {})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,7 +11,8 @@ import torch
 from torch import Tensor
 
 from torchmn.base import events
-from torchmn.base.errors import NonFiniteGradientError
+from torchmn.base.errors import NonFiniteGradientError, ResultWarning
+from torchmn.base.warn import warn
 from torchmn.comm import Communicator
 from torchmn.comm.codecs.base import FoundNonfinite, When
 from torchmn.comm.streams import Deferred
@@ -300,4 +300,4 @@ def act_on_nonfinite(reducer: GradientReducer, policy: OnNonfinite) -> None:
             for observer in events.observers:
                 observer.failed(error)
         raise error
-    warnings.warn(text, RuntimeWarning, stacklevel=5)
+    warn(text, ResultWarning)

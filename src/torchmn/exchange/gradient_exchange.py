@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchmn.base.errors import RankMismatchError, TorchmnError
+from torchmn.base.errors import RankMismatchError, ResultWarning, TorchmnError
+from torchmn.base.warn import warn
 from torchmn.comm import Communicator
 from torchmn.comm.codecs import Codec
 from torchmn.exchange.agreements.base import Agreement, PassContext
@@ -90,8 +90,6 @@ class GradientExchange:
         self.are_late_on_some = False
         """Whether some ranks, but not all, made the last exchange in `step`; see
         `share_with_late_ranks`."""
-        self.are_joint = False
-        """Whether the last exchange was made in a backward pass that other optimizers share."""
         self.num_in_step = 0
         """Number of exchanges since the last step, or since the gradients were cleared."""
         self.parameters, self.trained = parameters, parameters.trained
@@ -424,13 +422,12 @@ class GradientExchange:
         """
         late = sums.footer.get(LateRanks)
         self.are_late_on_some = late.are_some_late
-        self.are_joint = self.are_late_on_some and late.are_joint
         self._late_states = self.gradient_states() if self.are_late_on_some else []
         weight = sums.context.weight
         counts_zeros = late.is_late and not late.has_gradients and self.reduction == "mean"
         if self.are_late_on_some and counts_zeros and weight and not self._has_warned:
             self._has_warned = True
-            warnings.warn(f"{self.comm.rank_label}: {_COUNTS_ZEROS.format(weight)}", stacklevel=2)
+            warn(f"{self.comm.rank_label}: {_COUNTS_ZEROS.format(weight)}", ResultWarning)
 
     @property
     def were_changed(self) -> bool:

@@ -121,14 +121,14 @@ class GradientReducer:
         self.local_passes = LocalPasses()
         """Backward passes under no_sync() whose gradients no exchange has taken yet."""
         self._given_up, self._other_layout = GivenUp(), OtherLayout()
-        self._loaded, self._num_exchanges = LoadedState(), NumExchanges()
+        self.passes = Passes(comm)
+        self._loaded, self._num_exchanges = LoadedState(), NumExchanges(self.passes.number)
         self.replicas = ReplicaWatch()
         """Compares step counts and checksums, to find replicas that have diverged."""
         self._on_backward_end = on_backward_end
         self._hooks = GradientHooks((), self._on_gradient)
         self._lock = threading.RLock()
         """Guards `_on_gradient`: autograd runs one thread per device, and hooks run on them."""
-        self.passes = Passes(comm.rank_label)
         self.rebuild()
 
     # ---- state ----
@@ -424,6 +424,7 @@ class GradientReducer:
         local.states.clear()
         local.may_exist = False
         self.exchange.num_in_step = 0
+        passes.were_cleared = True
         if passes.current is not None:
             passes.clear()
         own = self.contribution
@@ -475,10 +476,14 @@ class GradientReducer:
 
         *Collective.* If parameters have changed, nothing of this pass was packed yet, and the
         buckets are laid out again. Raises RankMismatchError on all ranks: only some of them have
-        changed parameters.
+        changed parameters. Raises UsageError: this rank left out a backward pass that several
+        optimizers share.
         """
         passes, local = self.passes, self.local_passes
         passes.raise_if_unfinished()
+        is_with_old_gradients = self.is_late and self._has_gradients()
+        if self.comm.size > 1 and not is_with_old_gradients:
+            passes.raise_if_others_share_one()
         if not passes.are_compared and self.parameters.have_changed():
             self._end_without_means(self._other_layout).raise_if_ranks_disagree()
             self.rebuild()
@@ -499,6 +504,7 @@ class GradientReducer:
         )
         packing.finish()
         local.states.clear()
+        passes.were_cleared = False
         self._num_exchanges.num += 1
         self.replicas.exchanged()
 
@@ -518,6 +524,13 @@ class GradientReducer:
         return means
 
     # ---- inside ----
+
+    def _has_gradients(self) -> bool:
+        """Whether there are gradients that were not cleared."""
+        if self.local_passes.states:
+            return True
+        trained = self.parameters.trained()
+        return not self.passes.were_cleared and any(p.grad is not None for _, p in trained)
 
     def restart_counts(self) -> None:
         """Set `num_passes` and `passes_weight` to zero. Local."""

@@ -7,13 +7,18 @@ its loss looks fine, and the mean of gradients is of different models from then 
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
-from torchmn.base.errors import RankMismatchError, raise_if_no_count, raise_if_unknown
+from torchmn.base.errors import (
+    RankMismatchError,
+    ResultWarning,
+    raise_if_no_count,
+    raise_if_unknown,
+)
+from torchmn.base.warn import warn
 from torchmn.comm import Communicator
 from torchmn.comm.checksums import Difference, checksum, describe_differences, differences
 from torchmn.comm.local_tensors import reshard
@@ -130,7 +135,7 @@ class ReplicaCheck:
             if self._on_difference == "raise":
                 raise RankMismatchError(text)
             if self._comm.rank == 0:
-                warnings.warn(text, RuntimeWarning, stacklevel=3)
+                warn(text, ResultWarning)
         return found
 
     def report(self) -> ReplicaReport:

@@ -17,14 +17,15 @@ of all parameters with those of rank 0 (`PassFact`).
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from torchmn.base.errors import ResultWarning
 from torchmn.base.torch_private import Normalization
+from torchmn.base.warn import warn
 from torchmn.comm import Communicator
 from torchmn.exchange.buckets import elements_of
 from torchmn.exchange.replicas import persistent_buffers
@@ -121,7 +122,7 @@ class ReplicaWatch:
         if differing and False not in self._warned_of:
             self._warned_of.add(False)
             text = _OF_PARAMETERS.format(differing[0], "without an exchange of gradients")
-            warnings.warn(f"{comm.rank_label}: {text}", stacklevel=2)
+            warn(f"{comm.rank_label}: {text}", ResultWarning)
 
     def warn(self, comm: Communicator, part: Watched | None, step: int) -> None:
         """Warn that checksums of a part differ: once for parameters, once for buffers."""
@@ -129,8 +130,9 @@ class ReplicaWatch:
             return
         self._warned_of.add(part.is_buffer)
         what = _OF_BUFFERS if part.is_buffer else _OF_PARAMETERS
-        warnings.warn(
-            f"{comm.rank_label}: {what.format(part.name, f'after step {step}')}", stacklevel=2
+        warn(
+            f"{comm.rank_label}: {what.format(part.name, f'after step {step}')}",
+            ResultWarning,
         )
 
 

@@ -8,7 +8,6 @@ the device mesh of the parameters, or over the communicators of parallel layers.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable
 from typing import Any, cast
 
@@ -16,7 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torchmn.base.errors import ResultWarning
 from torchmn.base.torch_private import HooksOfWhole, made_as
+from torchmn.base.warn import warn
 from torchmn.comm import Communicator
 from torchmn.comm.local_tensors import division_of, from_part, is_distributed, local_part
 
@@ -71,14 +72,13 @@ class ModelMesh:
         mean, mean_samples, square = self.means(weight, num_samples, weight * weight)
         if square - mean * mean > 1e-9 * square and not self._has_warned:
             self._has_warned = True
-            warnings.warn(
+            warn(
                 f"{rank_label}: this rank has weight {weight:g}, and those that hold the same "
                 f"model {mean:g} on average. fully_shard weights them equally, so that the "
                 "gradient is not the mean over all samples. Give them batches of one size; or "
                 "multiply each loss by its own weight over the average, and call "
                 "optimizer.set_weight(average) on each.",
-                RuntimeWarning,
-                stacklevel=2,
+                ResultWarning,
             )
         return mean, mean_samples
 

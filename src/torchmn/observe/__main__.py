@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+from torchmn.base.terminal import say
 from torchmn.control.script import run_main
 from torchmn.record.merged_trace import finish_profile
 
@@ -11,7 +12,7 @@ def main() -> None:
     """Merge the profiles and print the paths of the results."""
     folders = [Path(text) for text in sys.argv[1:]]
     if not folders:
-        print("usage: python -m torchmn.observe FOLDER...", file=sys.stderr)
+        say("usage: python -m torchmn.observe FOLDER...")
         raise SystemExit(2)
     for folder in folders:
         for line in finish_profile(folder) or [f"{folder} has no profiles."]:

@@ -2,10 +2,15 @@
 
 All times are converted to rank 0's clock. In the trace a rank has a process for each process and
 GPU that torch's profiler has seen, and one for torchmn's phases, exchanges and collectives.
+
+Slices of one track must not overlap: Perfetto cuts or drops them. So times are whole nanoseconds
+until they are written, and exchanges of several communicators that overlap have tracks of their
+own.
 """
 
 import gzip
 import json
+import math
 import pstats
 from collections.abc import Iterator
 from io import StringIO
@@ -20,6 +25,7 @@ from torchmn.record.profile_request import FOLDER
 MERGED = "trace.json.gz"
 _KEY, _CLOCK_EVENT = "torchmn", "torchmn clock"
 _MAX_PROCESSES = 1000  # of one rank
+_MAX_LANES = 1000  # of one track
 _TRACKS = ("phases", "exchanges", "collectives")
 Event = dict[str, Any]
 
@@ -42,65 +48,96 @@ def merge_traces(folder: Path) -> Path | None:
     if not found:
         raise DataError(f"No trace in {folder} can be read: {'; '.join(problems)}.")
     found.sort(key=lambda pair: pair[0])
-    starts = [_clock_us(trace) for _, trace in found]
-    begin_us = min(own["clock_s"] + own["offset_s"] for own in (t[_KEY] for _, t in found)) * 1e6
+    begin_ns = min(_ns(own["clock_s"] + own["offset_s"]) for own in (t[_KEY] for _, t in found))
     events: list[Event] = []
-    for (rank, trace), start_us in zip(found, starts, strict=True):
-        events += _events_of(rank, trace, start_us, begin_us)
+    for rank, trace in found:
+        events += _events_of(rank, trace, begin_ns)
     merged = folder / MERGED
     content = json.dumps({"displayTimeUnit": "ms", "traceEvents": events})
     write_whole(merged, gzip.compress(content.encode(), 5))
     return merged
 
 
-def _clock_us(trace: dict[str, Any]) -> float | None:
-    """Return the trace's own time of `_CLOCK_EVENT` in microseconds, None if it is missing."""
+def _ns(seconds: float) -> int:
+    return round(1e9 * seconds)
+
+
+def _us(ns: int) -> float:
+    """Return microseconds that are these nanoseconds again, for those who cut off the rest.
+
+    Perfetto multiplies by 1000 and cuts, so that 0.001 less than a nanosecond would be a whole one.
+    """
+    us = ns / 1000
+    while int(us * 1000.0) != ns:
+        us = math.nextafter(us, math.copysign(math.inf, ns))
+    return us
+
+
+def _clock_ns(trace: dict[str, Any]) -> int | None:
+    """Return the trace's own time of `_CLOCK_EVENT` in nanoseconds, None if it is missing."""
     for event in trace["traceEvents"]:
         if event.get("name") == _CLOCK_EVENT and event.get("ph") == "X":
-            return float(event["ts"])
+            return round(1000 * float(event["ts"]))
     return None
 
 
-def _events_of(
-    rank: int, trace: dict[str, Any], start_us: float | None, begin_us: float
-) -> Iterator[Event]:
+def _events_of(rank: int, trace: dict[str, Any], begin_ns: int) -> Iterator[Event]:
     own = trace[_KEY]
-    to_rank_0_us = 1e6 * own["offset_s"] - begin_us
+    to_rank_0_ns = _ns(own["offset_s"]) - begin_ns
+    start_ns = _clock_ns(trace)
     label = f"rank {rank} on {own['host']}"
     error = own["error_s"]
     clock = "clock not aligned" if error is None else f"clock +- {1e6 * error:.0f} us"
     pids: dict[object, int] = {}
-    if start_us is not None:
-        shift_us = 1e6 * own["clock_s"] - start_us + to_rank_0_us
+    if start_ns is not None:
+        shift_ns = _ns(own["clock_s"]) - start_ns + to_rank_0_ns
         for event in trace["traceEvents"]:
-            yield _moved(event, rank, label, shift_us, pids)
+            yield _moved(event, rank, label, shift_ns, pids)
     pid = (rank + 1) * _MAX_PROCESSES - 1
     yield _named("process_name", pid, 0, name=f"{label}: torchmn")
     yield _named("process_labels", pid, 0, labels=clock)
     yield _named("process_sort_index", pid, 0, sort_index=rank * _MAX_PROCESSES - 1)
     for index, track in enumerate(_TRACKS):
-        yield _named("thread_name", pid, index, name=track)
-        yield _named("thread_sort_index", pid, index, sort_index=index)
-    for event in own["events"]:
-        yield {
-            "ph": "X",
-            "cat": "torchmn",
-            "name": event["name"],
-            "pid": pid,
-            "tid": _TRACKS.index(event["track"]),
-            "ts": 1e6 * event["at_s"] + to_rank_0_us,
-            "dur": 1e6 * event["seconds"],
-            "args": event["args"],
-        }
+        lanes = _in_lanes([event for event in own["events"] if event["track"] == track])
+        for lane, events in enumerate(lanes or [[]]):
+            tid = index * _MAX_LANES + lane
+            yield _named("thread_name", pid, tid, name=f"{track} {lane + 1}" if lane else track)
+            yield _named("thread_sort_index", pid, tid, sort_index=tid)
+            for begin, end, event in events:
+                yield {
+                    "ph": "X",
+                    "cat": "torchmn",
+                    "name": event["name"],
+                    "pid": pid,
+                    "tid": tid,
+                    "ts": _us(begin + to_rank_0_ns),
+                    "dur": _us(end - begin),
+                    "args": event["args"],
+                }
 
 
-def _moved(event: Event, rank: int, label: str, shift_us: float, pids: dict[object, int]) -> Event:
+def _in_lanes(events: list[Event]) -> list[list[tuple[int, int, Event]]]:
+    """Put events, with begin and end in nanoseconds, into as few lists without overlaps."""
+    lanes: list[list[tuple[int, int, Event]]] = []
+    for event in sorted(events, key=lambda each: each["at_s"]):
+        begin, end = _ns(event["at_s"]), _ns(event["at_s"] + event["seconds"])
+        free = next((lane for lane in lanes if lane[-1][1] <= begin), None)
+        if free is None:
+            lanes.append([(begin, end, event)])
+        else:
+            free.append((begin, end, event))
+    return lanes
+
+
+def _moved(event: Event, rank: int, label: str, shift_ns: int, pids: dict[object, int]) -> Event:
     """Convert an event of torch's trace to the common clock and to numbers unique to its rank."""
     pid = event.get("pid")
     number = pids.setdefault(pid, rank * _MAX_PROCESSES + len(pids) % (_MAX_PROCESSES - 1))
     moved = {**event, "pid": number}
     if "ts" in event and event.get("ph") != "M":
-        moved["ts"] = event["ts"] + shift_us
+        moved["ts"] = _us(round(1000 * event["ts"]) + shift_ns)
+    if "dur" in event:
+        moved["dur"] = _us(round(1000 * event["dur"]))
     if "id" in event:
         moved["id"] = f"{rank}/{event['id']}"
     arguments = event.get("args")

@@ -32,10 +32,11 @@ from torch.optim.optimizer import (
 from torchmn.base import events
 from torchmn.base.compiling import not_compiled
 from torchmn.base.errors import UsageError
+from torchmn.base.log import Log
 from torchmn.base.private_files import make_private_folder
-from torchmn.base.terminal import say
 from torchmn.cluster.environment_variables import RECORD_VARIABLE
 from torchmn.cluster.network import nominal_speed, route_of
+from torchmn.control.processes import resident_nbytes
 from torchmn.control.rank_listener import RankAddress
 from torchmn.record.clock_offsets import ClockServer, measure_offset
 from torchmn.record.profile_request import FOLDER as PROFILE_FOLDER
@@ -56,6 +57,7 @@ from torchmn.record.timeline import clock_of
 _PERIOD_S = 1.0
 _MEMORY_PERIOD_S = 10.0
 _CLOCK_PERIOD_S = 60.0
+_log = Log(__name__)
 _VERSIONED = ("torch", "numpy", "mpi4py")
 
 
@@ -194,8 +196,9 @@ class Recording:
             try:
                 make_private_folder(path.parent)
                 profile.dump_stats(path)
+                path.chmod(0o600)
             except OSError as error:
-                say(f"the profile {path} cannot be written: {error.strerror or error}")
+                _log.warning("the profile %s cannot be written: %s", path, error.strerror or error)
 
     def _close_at_exit(self) -> None:
         # Functions at exit are not told the status; an uncaught exception leaves ``last_value``.
@@ -207,7 +210,10 @@ class Recording:
             now = time.monotonic()
             if now >= memory_at:
                 memory_at = now + _MEMORY_PERIOD_S
-                self._file.write(_memory(self._gpu))
+                measured = _memory(self._gpu)
+                self._file.write(measured)
+                for observer in events.observers:
+                    observer.memory(measured.device_nbytes)
             if now >= clocks_at and self._clocks is not None:
                 clocks_at = now + _CLOCK_PERIOD_S
                 offset = (
@@ -276,9 +282,13 @@ def start(comm: World, folder: Path) -> Recording | None:
             recording = Recording(comm, Path(name), address, server)
             _current.append(recording)
     except OSError as error:
-        say(
-            f"rank {comm.rank}: no record of steps is kept, for {name} cannot be written "
-            f"({error.strerror or error}). {RECORD_VARIABLE}=off switches it off."
+        Log(__name__, rank=comm.rank, size=comm.size).warning(
+            "rank %d: no record of steps is kept, for %s cannot be written (%s). %s=off switches "
+            "it off.",
+            comm.rank,
+            name,
+            error.strerror or error,
+            RECORD_VARIABLE,
         )
         if server is not None:
             server.close()
@@ -392,10 +402,6 @@ def _versions() -> dict[str, str]:
 def _memory(gpu: torch.device | None) -> Memory:
     """Measure the memory of this process, and what torch has allocated on ``gpu`` if not None."""
     # The GPU is passed on, since the current device of a new thread is always the first one.
-    rss_nbytes = device_nbytes = 0
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        pages = Path("/proc/self/statm").read_text().split()[1]
-        rss_nbytes = int(pages) * os.sysconf("SC_PAGE_SIZE")
-    if gpu is not None:
-        device_nbytes = torch.cuda.memory_allocated(gpu)
+    device_nbytes = 0 if gpu is None else torch.cuda.memory_allocated(gpu)
+    rss_nbytes = resident_nbytes(os.getpid())
     return Memory(at_s=time.perf_counter(), rss_nbytes=rss_nbytes, device_nbytes=device_nbytes)

@@ -18,8 +18,8 @@ from typing import Literal, get_args
 
 import msgspec
 
+from torchmn.base.log import Log
 from torchmn.base.private_files import make_private_folder, open_private
-from torchmn.base.terminal import say
 from torchmn.cluster.units import MiB
 from torchmn.control import codec
 from torchmn.control.codec import Record
@@ -256,9 +256,11 @@ class RecordFile:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
-        say(
-            f"rank {self._rank}: the record of steps in {self.folder} ends here "
-            f"({error.strerror or error}); training continues."
+        Log(__name__, rank=self._rank).warning(
+            "rank %d: the record of steps in %s ends here (%s); training continues.",
+            self._rank,
+            self.folder,
+            error.strerror or error,
         )
 
 

@@ -19,14 +19,15 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from torchmn.base.errors import UsageError
+from torchmn.base.log import Log
 from torchmn.base.private_files import make_private_folder
-from torchmn.base.terminal import say
 from torchmn.base.torch_private import is_profiler_running
 from torchmn.record.profile_request import ProfileRequest
 from torchmn.record.records import ClockOffset, Phase
 from torchmn.record.step_recorder import StepRecorder
 from torchmn.record.timeline import Exchange, Mark
 
+_log = Log(__name__)
 CLOCK_EVENT = "torchmn clock"
 KEY = "torchmn"  # of our part of the file
 
@@ -132,6 +133,7 @@ class StepTrace:
         # Renamed at the end, so that nobody merges a file that is half written.
         unfinished = self.path.with_suffix(".unfinished")
         running_profile.export_chrome_trace(str(unfinished))
+        unfinished.chmod(0o600)  # torch makes the file, with the mode of the user's umask
         unfinished.rename(self.path)
 
 
@@ -166,7 +168,7 @@ class RequestedTrace:
                     "a profiler of the script ran in these steps, and there can be only one at a "
                     "time. Remove it, or choose other steps"
                 )
-            say(f"--profile {self._request.first}:{self._request.last}: {why}.")
+            _log.warning("--profile %d:%d: %s.", self._request.first, self._request.last, why)
 
     def _begin(self) -> None:
         """Begin, unless a profiler of the script runs: then it is tried again at the next step."""
@@ -179,7 +181,7 @@ class RequestedTrace:
         try:
             self._trace.end()
         except (OSError, RuntimeError) as error:
-            say(f"the profile cannot be written: {error}")
+            _log.warning("the profile cannot be written: %s", error)
 
 
 @contextmanager

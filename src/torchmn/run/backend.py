@@ -21,7 +21,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from torchmn.base.errors import UnknownNameError, UnsupportedError
-from torchmn.cluster.gpus import count_gpus, may_share_gpus
+from torchmn.cluster.gpus import count_gpus, may_share_gpus, shared_gpu_problem
 from torchmn.cluster.units import counted
 from torchmn.run.job import Backend
 
@@ -42,9 +42,9 @@ class Machine:
     mpirun: str | None = None
     has_mpi4py: bool = False
 
-    def has_gpus_for(self, num_ranks: int) -> bool:
-        """Whether NCCL finds a GPU for each rank."""
-        return self.num_gpus >= (1 if self.can_share_gpus else num_ranks)
+    def missing_for_nccl(self, num_ranks: int) -> str:
+        """What NCCL lacks for so many ranks; empty if it can run."""
+        return shared_gpu_problem(num_ranks, self.num_gpus, may_share=self.can_share_gpus)
 
     @property
     def missing_for_mpi(self) -> str:
@@ -104,11 +104,10 @@ def choose_backend(
         return "gloo", "as requested"
     found = counted(machine.num_gpus, "CUDA GPU") if machine.num_gpus else "no CUDA GPU"
     if wanted == "nccl":
-        if not machine.has_gpus_for(num_ranks):
+        if problem := machine.missing_for_nccl(num_ranks):
             raise UnsupportedError(
-                f"NCCL needs a GPU for each of the {counted(num_ranks, 'rank')}, and this machine "
-                f"has {found}: start fewer ranks, or use backend gloo or mpi, and check "
-                "CUDA_VISIBLE_DEVICES."
+                f"{problem}, and this machine has {found}: start fewer ranks, or use backend gloo "
+                "or mpi, and check CUDA_VISIBLE_DEVICES."
             )
         return "nccl", "as requested"
     if wanted == "mpi":
@@ -120,7 +119,7 @@ def choose_backend(
         if mpi_problem:
             raise UnsupportedError(f"--backend mpi: {mpi_problem}. Or use --backend gloo.")
         return "mpi", "as requested"
-    if machine.has_gpus_for(num_ranks):
+    if not machine.missing_for_nccl(num_ranks):
         return "nccl", "a GPU for every rank"
     why = f"fewer GPUs ({machine.num_gpus}) than ranks" if machine.num_gpus else "no GPU"
     if mpi_problem:

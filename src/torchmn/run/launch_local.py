@@ -110,7 +110,7 @@ def launch_local(
 
     ```python
     def train(epochs):
-        comm = torchmn.create_communicator("auto")
+        comm = torchmn.create_communicator()
         ...
         return model.cpu()
 

@@ -22,10 +22,11 @@ from signal import SIGTERM
 from typing import Any
 
 from torchmn.base.errors import UsageError
+from torchmn.cluster.operating_system import require_linux
 from torchmn.control.processes import kill_on_parent_death, python_module
 from torchmn.run.job import Backend, Job
-from torchmn.run.monitor.job_result import FAILURE_FILE
-from torchmn.run.start import LATEST, run_job
+from torchmn.run.monitor.job_result import FAILURE_FILE, LATEST
+from torchmn.run.start import run_job
 
 _MODULE = "torchmn.run.local_ranks"
 _GUARD = (
@@ -113,6 +114,7 @@ def start_local_ranks(
     Raises UsageError: a rank that is being started imports a script that calls this. Whatever
     pickle raises for the arguments is raised as it is.
     """
+    require_linux("Starting ranks on this machine")
     raise_if_imported_by_rank()
     folder = Path(tempfile.mkdtemp(prefix="torchmn-"))  # readable by this user alone
     log_dir = attached_logs or folder

@@ -1,6 +1,7 @@
 """Save and exit before the scheduler ends the job, at the same step on all ranks.
 
-Ranks learn of the end at different times: a signal reaches only some of them, and clocks differ. So
+Ranks learn of the end at different times: a signal, or the notice that a cloud gives the host of a
+rank (`torchmn.run.preemption_notice`), reaches only some of them, and clocks differ. So
 about once a second all ranks synchronize, and exit if any of them must. They also agree on the step
 of the next synchronization, since a rank does not know how long a step takes on the others. Signal
 handlers only set a flag and save nothing.
@@ -10,15 +11,15 @@ import os
 import signal
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
 import torch
 
-from torchmn.base.errors import SAVED_STATUS, UsageError
-from torchmn.base.terminal import say
+from torchmn.base import events
+from torchmn.base.errors import SAVED_STATUS, CheckpointWarning, UsageError
+from torchmn.base.warn import warn
 from torchmn.cluster.walltime import job_end
 from torchmn.comm import Communicator
 from torchmn.control.script import record_progress
@@ -96,6 +97,9 @@ class Preemption:
             return False
         if self._leave_at is not None and time.time() >= self._leave_at and not self.reason:
             self.reason = "the time limit of the job is near"
+        notices = [each.notice for each in events.observers if each.notice]
+        if notices and not self.reason:
+            self.reason = f"this host will be preempted: {notices[0]}"
         now = time.monotonic()
         step_s = (now - self._synced_at_s) / (self._num_steps - self._synced_at_step)
         steps = min(_MAX_STEPS, max(1, int(self._period_s / max(step_s, 1e-9))))
@@ -118,7 +122,8 @@ class Preemption:
         # A launcher may end the job when the first rank exits, while others still save.
         self._comm.barrier()
         if self.reason:
-            say(f"saved and exited: {self.reason}.")
+            # The reason is that of one rank, or of each that got a signal.
+            self._comm.logger(__name__, all_ranks=True).info("saved and exited: %s.", self.reason)
         self.close()
         raise SystemExit(SAVED_STATUS)
 
@@ -144,10 +149,9 @@ class Preemption:
 def _warn_if_short(left_s: float, margin_s: float) -> None:
     """Warn if the job, and each job that continues it, would save after its first step."""
     if left_s <= margin_s:
-        warnings.warn(
+        warn(
             f"The scheduler ends this job in {left_s:.0f} s, and margin_s={margin_s:g}: all ranks "
             "save and exit after their first step. Ask for a longer time limit, or pass a smaller "
             "margin_s.",
-            RuntimeWarning,
-            stacklevel=3,
+            CheckpointWarning,
         )

@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from torchmn.base.errors import DataError, LaunchError, UsageError
+from torchmn.base.log import Log
 from torchmn.base.private_files import write_whole
-from torchmn.base.terminal import say
 from torchmn.cluster.cpus import available_processors
 from torchmn.cluster.environment_variables import PROFILE_VARIABLE, RECORD_VARIABLE, SECRET_VARIABLE
 from torchmn.cluster.network import Route, route_to
@@ -30,11 +30,14 @@ from torchmn.run.elastic.job import ElasticJob, host_process
 from torchmn.run.elastic.launcher import ElasticLauncher
 from torchmn.run.host_checks import HostFacts
 from torchmn.run.job import Command, Job
-from torchmn.run.monitor.job_result import run_name
+from torchmn.run.monitor.job_result import JOB_FILE, LATEST, run_name
+from torchmn.run.old_logs import remove_old
 from torchmn.run.rank_environment import worker_environment
-from torchmn.run.script_input import input_path
+from torchmn.run.script_input import input_path, terminal_variables
 from torchmn.run.starters import local, mpirun, remote, srun, torchrun
 from torchmn.run.supervisor import Supervisor
+
+_log = Log(__name__)
 
 
 def run_job(job: Job, env: Mapping[str, str], *, why: str = "") -> int:
@@ -72,16 +75,17 @@ def run_job(job: Job, env: Mapping[str, str], *, why: str = "") -> int:
         if job.launcher == "mpirun":
             base |= stack.enter_context(open_mpi_session(env))
         commands = commands_of(job, base, route=route, facts=facts)
+        variables = terminal_variables(job, env)
         job = make_log_folder(job)
         reason = f" ({why})" if why else ""
-        output.say(
-            f"{counted(job.num_ranks, 'rank')} with {job.backend}{reason} on {_places(job)}, logs "
-            f"in {job.log_dir}"
+        ranks = counted(job.num_ranks, "rank")
+        _log.info(
+            "%s with %s%s on %s, logs in %s", ranks, job.backend, reason, _places(job), job.log_dir
         )
         if job.warning:
-            output.say(job.warning)
+            _log.warning("%s", job.warning)
         output.start()
-        status = Supervisor(job, output, authenticated).run(commands)
+        status = Supervisor(job, output, authenticated, variables).run(commands)
     _say_profile(job, env)
     return status
 
@@ -123,13 +127,30 @@ def run_elastic_job(elastic: ElasticJob, env: Mapping[str, str], *, why: str = "
     base = worker_environment(elastic.job, env)
     elastic = replace(elastic, job=make_log_folder(elastic.job))
     output, limits = RankOutput(*open_standard_streams()), elastic.limits
-    output.say(
-        f"{limits.min_hosts} to {limits.max_hosts} of {counted(len(elastic.job.hosts), 'host')} "
-        f"with {elastic.job.backend}{f' ({why})' if why else ''} on "
-        f"{', '.join(map(str, elastic.job.hosts))}, logs in {elastic.job.log_dir}"
+    num_hosts = f"{limits.min_hosts} to {limits.max_hosts}"
+    if limits.min_hosts == limits.max_hosts:
+        num_hosts = str(limits.max_hosts)
+    of_hosts = "" if elastic.meeting else f" of {len(job.hosts)}"
+    _log.info(
+        "%s%s %s with %s%s on %s, logs in %s",
+        num_hosts,
+        of_hosts,
+        "host" if num_hosts == "1" else "hosts",
+        job.backend,
+        f" ({why})" if why else "",
+        ", ".join(map(str, job.hosts)),
+        elastic.job.log_dir,
     )
+    address = elastic.meeting[0] if elastic.meeting else _address_for(elastic.job)
+    if elastic.meeting:
+        place = ":".join(map(str, elastic.meeting))
+        if limits.is_fixed:
+            limit_s = limits.join_timeout_s
+            _log.info("waiting at %s for the other hosts, for up to %g s", place, limit_s)
+        else:
+            _log.info("hosts that know the secret may join at %s", place)
     output.start()
-    status = ElasticLauncher(elastic, output, _address_for(elastic.job), base).run()
+    status = ElasticLauncher(elastic, output, address, base).run()
     _say_profile(elastic.job, env)
     return status
 
@@ -140,9 +161,10 @@ def _say_profile(job: Job, env: Mapping[str, str]) -> None:
         try:
             made = finish_profile(Path(env.get(RECORD_VARIABLE) or job.log_dir))
         except (OSError, DataError) as error:
-            made = [f"the profiles are not put together: {error}"]
+            _log.warning("the profiles are not put together: %s", error)
+            return
         for text in made:
-            say(text)
+            _log.info("%s", text)
 
 
 def dry_run_elastic(elastic: ElasticJob, env: Mapping[str, str]) -> str:
@@ -156,8 +178,9 @@ def dry_run_elastic(elastic: ElasticJob, env: Mapping[str, str]) -> str:
     True
     """
     base = worker_environment(elastic.job, env)
-    addresses = {"rendezvous": "HOST:PORT", "supervisor": "HOST:PORT"}
-    commands = [host_process(elastic, base, host.name, **addresses) for host in elastic.job.hosts]
+    commands = [
+        host_process(elastic, base, host.name, rendezvous="HOST:PORT") for host in elastic.job.hosts
+    ]
     return _shown(elastic.job, env, commands)
 
 
@@ -213,11 +236,11 @@ def commands_of(
     ``route`` leads from this host to the others; ``facts`` has the facts of each host by name.
     """
     first = (facts or {}).get(job.hosts[0].name)
-    path_of_input = "" if job.has_other_hosts else input_path()
+    path_of_input = input_path(job, env)
     if job.launcher == "local":
         return local.commands(job, env, input_path=path_of_input)
     if job.launcher == "ssh":
-        return remote.commands(job, env)
+        return remote.commands(job, env, input_path=path_of_input)
     if job.launcher == "srun":
         return [srun.command(job, env)]
     if job.launcher == "torchrun":
@@ -268,9 +291,6 @@ def _places(job: Job) -> str:
     return f"{', '.join(map(str, job.hosts))} through {job.launcher}"
 
 
-LATEST = "latest"
-
-
 def make_log_folder(job: Job) -> Job:
     """Create this run's folder in ``job.log_dir``; return the job with it as its ``log_dir``.
 
@@ -280,10 +300,12 @@ def make_log_folder(job: Job) -> Job:
     """
     try:
         job.log_dir.mkdir(parents=True, exist_ok=True)
+        if text := remove_old(job.log_dir, None if job.keep_logs is None else job.keep_logs - 1):
+            _log.info("%s", text)
         own = replace(job, log_dir=_new_folder(job.log_dir))
         (own.log_dir / "launcher.log").touch(mode=0o600)
         record = json.dumps(_record(job), indent=1) + "\n"
-        write_whole(own.log_dir / "job.json", record.encode())
+        write_whole(own.log_dir / JOB_FILE, record.encode())
     except OSError as error:
         raise UsageError(
             f"The log folder {str(job.log_dir)!r} cannot be used: {error.strerror or error}. "

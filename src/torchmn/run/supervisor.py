@@ -3,7 +3,7 @@
 import math
 import selectors
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from torchmn.run.backend import remove_abandoned
 from torchmn.run.child_processes import ProcessOwner, start_process
 from torchmn.run.console import RankOutput
 from torchmn.run.job import Command, Job
+from torchmn.run.monitor.inspections import Inspections
 from torchmn.run.monitor.rank_session import STOPPED
 
 # How much longer than the ranks' grace period we wait before we kill the agents themselves.
@@ -28,15 +29,24 @@ _START_LIMIT_S = 60.0  # a rank whose agent does not connect within this time ha
 class Supervisor:
     """Starts commands whose agents connect to it, shows their output and ends them together.
 
+    ``variables`` are set for all scripts, unless the environment of the job has them.
     Its `ProcessOwner` replaces signal handlers and reaps all children, so the process should do
     nothing else.
     """
 
-    def __init__(self, job: Job, output: RankOutput, listener: AuthenticatedListener) -> None:
+    def __init__(
+        self,
+        job: Job,
+        output: RankOutput,
+        listener: AuthenticatedListener,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         self._job = job
         self._output = output
         self._owner = ProcessOwner(output)
         self._session = AgentSession(listener, job.num_ranks, job, job.log_dir, output)
+        self._session.variables = variables or {}
+        self._session.inspections = Inspections.of(job.log_dir)
         self._processes: dict[int, Command] = {}
         self._start_by = self._session.clock.now + _START_LIMIT_S
         self._kill_at = math.inf
@@ -65,6 +75,8 @@ class Supervisor:
             if self._job.backend == "mpi":
                 remove_abandoned()
             self._session.close()
+            if self._session.inspections is not None:
+                self._session.inspections.close()
         code = self._report()
         self._owner.finish_output()
         return code
@@ -106,7 +118,8 @@ class Supervisor:
         """End the job if it must end, disconnect ended ranks, and kill what exceeds its time."""
         session = self._session
         now = session.clock.tick()
-        for signum in self._owner.take_signals_to_forward():
+        awaits_input = session.awaits_input
+        for signum in self._owner.take_signals_to_forward(awaits_input=awaits_input):
             session.forward_signal(signum)
         self._check_launchers(now)
         for text in session.take_problems():
@@ -164,7 +177,8 @@ class Supervisor:
             launcher_problem=self._launcher_problem,
             launcher_returncode=self._launcher_returncode,
         )
-        has_output = any(record.num_lines for record in self._session.records)
+        records = self._session.records
+        has_output = any(record.num_lines or record.is_unprinted for record in records)
         if result.is_launcher_failure or (result.exit_code and not has_output):
             with suppress(OSError):  # its folder may be gone
                 lines = self.launcher_log.read_text(errors="replace").splitlines()

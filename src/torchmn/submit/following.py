@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import TextIO
 
 from torchmn.base.errors import SAVED_STATUS, LaunchError
+from torchmn.base.log import Log
 from torchmn.cluster.commands import ask
 from torchmn.submit.request import JobRequest
 from torchmn.submit.scheduler import RESUBMITTED, Ask, JobState, Scheduler
 from torchmn.submit.script import ENDED
 
+_log = Log(__name__)
 _MAX_FAILED_QUERIES = 30
 _NUM_QUERIES_AFTER_END = 8
 
@@ -45,14 +47,11 @@ class Follower:
                 if status != SAVED_STATUS or log.next_job in (None, job_id):
                     return status
                 job_id = str(log.next_job)
-                self.say(f"following {self.scheduler.title} job {job_id}")
+                _log.info("following %s job %s", self.scheduler.title, job_id)
         except KeyboardInterrupt:
-            self.say(f"the job keeps running; `{self.scheduler.cancel_command} {job_id}` ends it.")
+            cancel = self.scheduler.cancel_command
+            _log.info("the job keeps running; `%s %s` ends it.", cancel, job_id)
             raise
-
-    def say(self, text: str) -> None:
-        """Print a message of torchmn."""
-        print(f"torchmn: {text}", file=self.err, flush=True)
 
     def _end_of(self, log: _Log) -> JobState:
         """Wait until a job has ended, and show its output meanwhile."""
@@ -73,7 +72,7 @@ class Follower:
                 num_failed = 0
                 if state.word != word:
                     word = state.word
-                    self.say(f"{self.scheduler.title} job {log.job_id}: {word}")
+                    _log.info("%s job %s: %s", self.scheduler.title, log.job_id, word)
             self.sleep(pause)
         raise LaunchError(
             f"{self.scheduler.title} no longer reports the state of job {log.job_id}. It may still "
@@ -95,7 +94,7 @@ class Follower:
             status = state.exit_status if log.exit_status is None else log.exit_status
             if status is not None:
                 if state.reason:
-                    self.say(f"{self.scheduler.title} job {log.job_id}: {state.reason}")
+                    _log.warning("%s job %s: %s", self.scheduler.title, log.job_id, state.reason)
                 return status
         raise LaunchError(
             f"{self.scheduler.title} job {log.job_id} ended, but neither {self.scheduler.title} "

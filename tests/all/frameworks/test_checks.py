@@ -9,7 +9,7 @@ import pytest
 from tests.all.frameworks.running import FOLDER, need, outcomes_of, require_ok
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
-FRAMEWORKS = ("lightning", "accelerate", "transformers")
+FRAMEWORKS = ("lightning", "accelerate", "transformers", "peft")
 
 
 def checks() -> Iterator[tuple[str, str]]:

@@ -19,7 +19,7 @@ import torch
 from tests.all.processes.runner import AS_ROOT, PYTHON_PATH, free_port
 from tests.limits import limit
 from torchmn.cluster.environment_variables import SHARE_GPU_VARIABLE
-from torchmn.cluster.gpus import may_share_gpus, shared_gpu_variables
+from torchmn.cluster.gpus import may_share_gpus, shared_gpu_problem, shared_gpu_variables
 
 Over = Literal["gloo", "mpi", "nccl"]
 ROOT = Path(__file__).parents[3]
@@ -35,11 +35,9 @@ def needed(over: Over, size: int) -> str | None:
     from torchmn.run.backend import find_mpirun
 
     num_gpus = torch.cuda.device_count()
-    if over == "nccl" and num_gpus < size and not (num_gpus and may_share_gpus(os.environ)):
-        return (
-            f"NCCL refuses two ranks on one GPU unless TORCHMN_SHARE_GPU=1: {size} ranks need "
-            f"{size} GPUs, here is {num_gpus}"
-        )
+    problem = shared_gpu_problem(size, num_gpus, may_share=may_share_gpus(os.environ))
+    if over == "nccl" and problem:
+        return f"{problem}, and this machine has {num_gpus}"
     if over == "mpi" and find_mpirun(os.environ) is None:
         return "no mpirun: install it with 'make setup'"
     return None

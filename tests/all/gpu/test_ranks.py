@@ -38,8 +38,11 @@ TRAINING = (
     *("codec_float16", "codec_power_sgd"),
     *("double_buffering", "eager_double_buffering"),
     *("diloco", "block_momentum"),
-    *("batch_norm", "chain"),
+    *("batch_norm", "batch_norm_float32", "batch_norm_bfloat16", "batch_norm_float16", "chain"),
+    *("clipped", "two_streams", "images_in_bfloat16", "out_of_memory"),
+    *("compiled_reduce_overhead", "graphed_callables", "graph_by_hand"),
 )
+SHARDED = ("fully_sharded", "tensor_parallel")
 
 
 @on_gpu
@@ -76,6 +79,20 @@ def test_training(function: str, over: Over) -> None:
 )
 def test_three_ranks_over_nccl(function: str) -> None:
     run_work(function, "nccl", size=3)
+
+
+@on_gpu
+@pytest.mark.several_gpus
+@pytest.mark.parametrize("function", SHARDED)
+def test_sharded_models_over_nccl(function: str) -> None:
+    run_work(function, "nccl", size=4)
+
+
+@on_gpu
+@pytest.mark.parametrize("over", ["gloo", NCCL])
+def test_segments_of_the_allocator_that_grow(over: Over, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    run_work("codec_int8", over)
 
 
 @on_gpu
@@ -160,3 +177,10 @@ def test_on_cpus(function: str) -> None:
 @pytest.mark.parametrize("function", IN_PROCESSES)
 def test_on_cpus_in_processes(function: str) -> None:
     run_work(function, "gloo", timeout_s=3 if function == "missing_rank" else 60)
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize("function", SHARDED)
+def test_sharded_models_on_cpus(function: str) -> None:
+    run_work(function, "gloo", size=4)

@@ -19,7 +19,12 @@ from torch import Tensor, nn
 import torchmn
 from tests.limits import limit
 from torchmn.comm import Communicator
-from torchmn.errors import CommunicationError, TimeLimitError, UnsupportedError
+from torchmn.errors import (
+    CommunicationError,
+    RankMismatchError,
+    TimeLimitError,
+    UnsupportedError,
+)
 from torchmn.exchange.schedules import BlockMomentum, DiLoCo, DoubleBuffering
 
 NUM_STEPS = 6
@@ -302,6 +307,269 @@ def batch_norm(comm: Communicator) -> None:
     expected = theirs.grad.chunk(comm.size)[comm.rank]
     assert torch.allclose(ours.grad, expected, rtol=0, atol=1e-10)
     assert torch.allclose(layer.running_var, whole.running_var, rtol=0, atol=1e-12)
+
+
+def _batch_norm_of_images(dtype: torch.dtype, tolerance: float) -> Callable[[Communicator], None]:
+    def work(comm: Communicator) -> None:
+        like = torch.empty(0, device=comm.device)
+        for memory_format in (torch.contiguous_format, torch.channels_last):
+
+            def images(seed: int, shape=(8, 6, 5, 7), memory_format=memory_format) -> Tensor:
+                x = drawn(*shape, seed=seed, like=like).mul_(2).add_(1)
+                return x.to(dtype).contiguous(memory_format=memory_format)
+
+            x, target = images(1), images(2)
+            whole = nn.BatchNorm2d(6).to(comm.device)
+            layer = torchmn.links.MultiNodeBatchNorm2d(6, comm).to(comm.device)
+            theirs = x.float().clone().requires_grad_()
+            expected = whole(theirs)
+            (expected * target.float()).sum().backward()
+            ours = x.chunk(comm.size)[comm.rank].clone(memory_format=memory_format)
+            ours.requires_grad_()
+            y = layer(ours)
+            assert y.dtype == dtype
+            (y * target.chunk(comm.size)[comm.rank]).sum().backward()
+            for found, wanted in (
+                (y, expected.chunk(comm.size)[comm.rank]),
+                (ours.grad, theirs.grad.chunk(comm.size)[comm.rank]),
+                (comm.allreduce(layer.weight.grad), whole.weight.grad),
+                (layer.running_mean, whole.running_mean),
+                (layer.running_var, whole.running_var),
+            ):
+                scale = float(wanted.detach().abs().max())
+                error = float((found.float() - wanted).detach().abs().max())
+                assert error <= tolerance * scale, (memory_format, error, scale)
+
+    return work
+
+
+batch_norm_float32 = _batch_norm_of_images(torch.float32, 1e-5)
+batch_norm_bfloat16 = _batch_norm_of_images(torch.bfloat16, 2e-2)
+batch_norm_float16 = _batch_norm_of_images(torch.float16, 4e-3)
+
+
+def clipped(comm: Communicator) -> None:
+    """By torch's function between backward and step, and by ours."""
+    for option, by_hand in (({"max_grad_norm": 0.05}, False), ({}, True)):
+        model = network(comm)
+        expected = copy.deepcopy(model)
+        optimizer = torchmn.create_multi_node_optimizer(sgd(model), comm, model, **option)
+        plain = sgd(expected)
+        for step in range(NUM_STEPS):
+            x, y = batch(step, next(model.parameters()))
+            for net, opt, own, is_ours in (
+                (model, optimizer, slice(comm.rank, comm.rank + 1), True),
+                (expected, plain, slice(None), False),
+            ):
+                opt.zero_grad()
+                parts = [torch.cat(t.chunk(comm.size)[own]) for t in (x, y)]
+                (net(parts[0]) - parts[1]).square().mean().backward()
+                if by_hand or not is_ours:
+                    nn.utils.clip_grad_norm_(net.parameters(), 0.05)
+                opt.step()
+        assert_replicas(comm, model)
+        assert_close(model, expected)
+        optimizer.close()
+
+
+class Branches(nn.Module):
+    """Two halves, each on a stream of its own where there are streams, and what joins them."""
+
+    def __init__(self, comm: Communicator) -> None:
+        super().__init__()
+        self.halves = nn.ModuleList([network(comm), network(comm)])
+        is_gpu = comm.device.type == "cuda"
+        self.streams = [torch.cuda.Stream() if is_gpu else None for _ in self.halves]
+
+    def forward(self, x: Tensor) -> Tensor:
+        outs = []
+        for half, stream in zip(self.halves, self.streams, strict=True):
+            if stream is None:
+                outs.append(half(x))
+                continue
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(3):  # so that a missing wait is seen
+                    torch.cuda._sleep(2_000_000)
+                outs.append(half(x))
+        for stream in self.streams:
+            if stream is not None:
+                torch.cuda.current_stream().wait_stream(stream)
+        return outs[0] * 2 - outs[1]
+
+
+def two_streams(comm: Communicator) -> None:
+    """Gradients of one bucket are computed on two streams of the script."""
+    model, expected = Branches(comm), Branches(comm)
+    expected.load_state_dict(model.state_dict())
+    expected.streams = [None, None]
+    optimizer = torchmn.create_multi_node_optimizer(sgd(model), comm, model)
+    train(comm, model, optimizer)
+    train(None, expected, sgd(expected))
+    assert_replicas(comm, model)
+    assert_close(model, expected)
+
+
+def images_in_bfloat16(comm: Communicator) -> None:
+    """Convolutions, channels_last, under autocast."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.ReLU(), nn.Flatten(),
+        nn.Linear(16 * 4 * 4, 4),
+    )  # fmt: skip
+    model = model.to(comm.device, memory_format=torch.channels_last)
+    optimizer = torchmn.create_multi_node_optimizer(
+        torch.optim.AdamW(model.parameters(), 3e-3), comm, model
+    )
+    like = torch.empty(0, device=comm.device)
+    x = drawn(16, 3, 8, 8, seed=comm.rank, like=like).contiguous(memory_format=torch.channels_last)
+    labels = (x.mean((2, 3)).argmax(1)).long()
+    losses = []
+    for _ in range(40):
+        optimizer.zero_grad()
+        with torch.autocast(comm.device.type, torch.bfloat16):
+            loss = nn.functional.cross_entropy(model(x).float(), labels)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert_replicas(comm, model)
+    assert losses[-1] < 0.7 * losses[0], losses
+
+
+def compiled_reduce_overhead(comm: Communicator) -> None:
+    """A model in CUDA graphs that torch.compile makes: `backward` and `step` are outside."""
+    _graphed(comm, lambda model, x: torch.compile(model, mode="reduce-overhead"))
+
+
+def graphed_callables(comm: Communicator) -> None:
+    """A model in CUDA graphs that the script makes."""
+    _graphed(comm, lambda model, x: torch.cuda.make_graphed_callables(model, (x,)))
+
+
+def _graphed(comm: Communicator, graphed: Callable[[nn.Module, Tensor], nn.Module]) -> None:
+    model = network(comm)
+    expected = copy.deepcopy(model)
+    x, _ = batch(0, next(model.parameters()))
+    fast = model
+    if comm.device.type == "cuda":
+        fast = graphed(model, torch.zeros_like(x.chunk(comm.size)[comm.rank]))
+    model.zero_grad()
+    optimizer = torchmn.create_multi_node_optimizer(sgd(model), comm, model)
+    train(comm, fast, optimizer)
+    train(None, expected, sgd(expected))
+    assert_replicas(comm, model)
+    assert_close(model, expected, 1e-9)
+
+
+def graph_by_hand(comm: Communicator) -> None:
+    """A whole step in a CUDA graph is refused before anything has begun, and training goes on."""
+    model = network(comm)
+    expected = copy.deepcopy(model)
+    optimizer = torchmn.create_multi_node_optimizer(sgd(model), comm, model)
+    train(comm, model, optimizer, range(3))
+    if comm.device.type == "cuda":
+        x, y = batch(0, next(model.parameters()))
+        torch.cuda.synchronize()
+        error: BaseException | None = None
+        try:
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                (model(x) - y).square().mean().backward()
+        except Exception as raised:  # the end of a capture that was broken off raises as well
+            error = raised
+        while error is not None and not isinstance(error, UnsupportedError):
+            error = error.__context__
+        assert error is not None, "the capture was not refused"
+        assert "A CUDA graph is being captured" in str(error)
+    train(comm, model, optimizer, range(3, NUM_STEPS))
+    train(None, expected, sgd(expected))
+    assert_replicas(comm, model)
+    assert_close(model, expected)
+
+
+class RunsOut(torch.autograd.Function):
+    """Passes a value on, and runs out of memory in backward."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> Tensor:
+        if dy.is_cuda:
+            return torch.empty(2**45, device=dy.device)
+        raise torch.OutOfMemoryError("there is no GPU to run out of memory on")
+
+
+def out_of_memory(comm: Communicator) -> None:
+    """One rank catches it in backward and tries again: all ranks get the same error at once."""
+    model = network(comm)
+    optimizer = torchmn.create_multi_node_optimizer(sgd(model), comm, model)
+    train(comm, model, optimizer, range(2))
+    x, y = batch(0, next(model.parameters()))
+    began = time.monotonic()
+
+    def three_steps() -> None:  # on a GPU the others know a step later
+        for step in range(3):
+            optimizer.zero_grad()
+            if step == 0 and comm.rank == 1:
+                with pytest.raises(torch.OutOfMemoryError):
+                    model[2:](RunsOut.apply(model[:2](x))).square().mean().backward()
+                optimizer.zero_grad()
+            (model(x) - y).square().mean().backward()
+            optimizer.step()
+
+    with pytest.raises(RankMismatchError, match="rank 1 raised an exception in its backward"):
+        three_steps()
+    assert time.monotonic() - began < comm.timeout_s / 2 + limit(5), "the error came late"
+
+
+def _on_a_grid(
+    comm: Communicator, divide: Callable[[nn.Module, object], None], own_batches: bool
+) -> None:
+    """Models divided over pairs of ranks, exchanged between the pairs: as one process."""
+    grid = torchmn.Grid(comm, data=-1, model=2)
+    model = network(comm, torch.float32)
+    expected = copy.deepcopy(model)
+    divide(model, grid.device_mesh("model"))
+    optimizer = torchmn.create_multi_node_optimizer(
+        torch.optim.SGD(model.parameters(), 0.05), grid.data, model
+    )
+    plain = torch.optim.SGD(expected.parameters(), 0.05)
+    whose = comm if own_batches else grid.data
+    for step in range(NUM_STEPS):
+        x, y = batch(step, next(expected.parameters()))
+        own = [t.chunk(whose.size)[whose.rank] for t in (x, y)]
+        for net, opt, (inputs, targets) in ((model, optimizer, own), (expected, plain, (x, y))):
+            opt.zero_grad()
+            (net(inputs) - targets).square().mean().backward()
+            opt.step()
+    optimizer.flush()
+    for (name, ours), theirs in zip(model.named_parameters(), expected.parameters(), strict=True):
+        whole = ours.full_tensor() if hasattr(ours, "full_tensor") else ours
+        torch.testing.assert_close(whole, theirs, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def fully_sharded(comm: Communicator) -> None:
+    """`fully_shard` over pairs of ranks."""
+    from torch.distributed.fsdp import fully_shard
+
+    def divide(model: nn.Module, mesh) -> None:
+        for layer in (model[0], model[3]):
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+
+    _on_a_grid(comm, divide, own_batches=True)
+
+
+def tensor_parallel(comm: Communicator) -> None:
+    """Columns and rows over pairs of ranks."""
+    from torch.distributed.tensor import parallel
+
+    def divide(model: nn.Module, mesh) -> None:
+        plan = {"0": parallel.ColwiseParallel(), "3": parallel.RowwiseParallel()}
+        parallel.parallelize_module(model, mesh, plan)
+
+    _on_a_grid(comm, divide, own_batches=False)
 
 
 def ddp_hook(comm: Communicator) -> None:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-BEGIN = ["import torchmn", 'comm = torchmn.create_communicator("auto", quiet=True)']
+BEGIN = ["import torchmn", "comm = torchmn.create_communicator(quiet=True)"]
 SEED = "torchmn.seed_ranks(args.seed, comm)"
-CONVERTED = "torchmn.links.convert_batch_norm(model, comm)"
+CONVERTED = "torchmn.nn.convert_batch_norm(model, comm)"
 
 
 @dataclass(frozen=True)

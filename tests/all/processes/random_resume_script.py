@@ -9,7 +9,7 @@ from torch import nn
 
 import torchmn
 
-comm = torchmn.create_communicator("auto", quiet=True)
+comm = torchmn.create_communicator(quiet=True)
 
 
 def train(folder, seed, *, resumed=""):

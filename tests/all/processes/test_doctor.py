@@ -1,6 +1,5 @@
 """`torchmn doctor` on this machine and on test hosts, healthy and with a fault."""
 
-import json
 import os
 import shlex
 import subprocess
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.all.processes.runner import PYTHON_PATH
+from tests.json_schemas import checked
 from tests.limits import limit
 from tests.netlab import Lab, missing_requirement, netlab
 from tests.netlab.construction import INTERFACE, shape
@@ -39,7 +39,7 @@ def examine(lab: Lab, folder: Path, *options: object, **env: str) -> dict[str, A
         check=False,
         timeout_s=120,
     )
-    found: dict[str, Any] = json.loads(done.stdout or repr(done.stderr))
+    found: dict[str, Any] = checked("doctor", done.stdout or repr(done.stderr))
     assert done.returncode == found["status"]
     assert found["status"] == max(
         (STATUS[each["severity"]] for each in found["findings"]), default=0

@@ -10,6 +10,7 @@ import pytest
 
 from tests.all.processes.runner import Runner
 from tests.limits import limit
+from tests.unit.record.test_profile_files import overlapping, slices_of
 from torchmn.control.codec import decode_union
 from torchmn.record.records import (
     ClockOffset,
@@ -211,8 +212,11 @@ def test_a_profile_of_chosen_steps(runner: Runner) -> None:
     multiplications = [event for event in events if event["name"] == "aten::addmm"]
     assert len({event["pid"] for event in multiplications}) == 2
     assert all(begin - 1e5 <= event["ts"] <= end + 1e5 for event in multiplications)
+    tracks = slices_of(events)
+    assert {track: overlapping(each) for track, each in tracks.items()} == dict.fromkeys(tracks, 0)
     names = [path.name for path in (runner.logs / "profile").glob("*.json")]
     assert len(names) == 2
+    assert [path for path in runner.logs.rglob("*") if others_may_read(path)] == []
     assert all(f"-{start.pid}.json" in "".join(names) for start in starts(runner))
 
 
@@ -225,6 +229,11 @@ def test_functions_of_all_ranks(runner: Runner) -> None:
     assert "on 2 ranks" in table
     assert "run_backward" in table
     assert len(list((runner.logs / "profile").glob("*.prof"))) == 2
+    assert [path for path in runner.logs.rglob("*") if others_may_read(path)] == []
+
+
+def others_may_read(path: Path) -> bool:
+    return bool(path.lstat().st_mode & 0o77)
 
 
 def test_a_profile_without_a_record_is_refused(runner: Runner) -> None:

@@ -27,6 +27,7 @@ from tests.unit.checkpoint.training import (
 )
 from torchmn.checkpoint import Best
 from torchmn.errors import (
+    CheckpointWarning,
     CommunicationError,
     DataError,
     RankMismatchError,
@@ -354,7 +355,7 @@ def test_other_names_of_objects(tmp_path: Path) -> None:
             checkpointer.resume({**training.state, "ema": Holder()})
         assert checkpointer.resume({"model": training.model}) == 1
 
-    with pytest.warns(RuntimeWarning, match="also has optimizer, scheduler"):
+    with pytest.warns(CheckpointWarning, match="also has optimizer, scheduler"):
         on_ranks(rank_main, 2)
 
 

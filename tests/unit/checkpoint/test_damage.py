@@ -16,7 +16,7 @@ import torchmn
 from tests.unit.checkpoint.training import Training, names, on_ranks, train, with_warnings
 from torchmn.checkpoint import manifest as manifest_file
 from torchmn.data import rng_state
-from torchmn.errors import DataError
+from torchmn.errors import CheckpointWarning, DataError
 
 NUM_RANKS = 2
 NEWEST, BEFORE = "step-00000002", "step-00000001"
@@ -162,7 +162,7 @@ def test_torn_newest_does_not_shadow_and_goes_later(path: Path) -> None:
     (run / NEWEST / "manifest.json").unlink()
     (run / ".tmp-00000003-abcd").mkdir()
     assert resume(path)[0][0] == 1
-    with pytest.warns(RuntimeWarning, match="manifest.json is missing"):
+    with pytest.warns(CheckpointWarning, match="manifest.json is missing"):
         train(path, NUM_RANKS, 3, keep=1)
     assert names(path) == ["step-00000003-2"]  # a step after that of the torn one
 
@@ -170,7 +170,7 @@ def test_torn_newest_does_not_shadow_and_goes_later(path: Path) -> None:
 def test_damaged_one_counts_for_nothing_when_old_ones_are_removed(path: Path) -> None:
     """With keep=2 the good one before a damaged one must stay."""
     flip(path / "a run" / NEWEST / "rank0000.safetensors", -1, 0)
-    with pytest.warns(RuntimeWarning, match="rank0000.safetensors is damaged"):
+    with pytest.warns(CheckpointWarning, match="rank0000.safetensors is damaged"):
         train(path, NUM_RANKS, 2, keep=2)
     assert names(path) == [BEFORE, NEWEST, f"{NEWEST}-2"]
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import torchmn
 from tests.unit.checkpoint.training import checkpointer_of, names, on_ranks, saved, with_warnings
-from torchmn.errors import DataError, UsageError
+from torchmn.errors import CheckpointWarning, DataError, UsageError
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
 
@@ -108,7 +108,7 @@ def test_folder_that_has_become_read_only(small_disk: Path) -> None:
 
     on_ranks(save, 2)
     mount("-o", "remount,ro", str(small_disk))
-    with pytest.warns(RuntimeWarning, match=r"no checkpoint can be written: .*Read-only"):
+    with pytest.warns(CheckpointWarning, match=r"no checkpoint can be written: .*Read-only"):
         assert on_ranks(resume, 2) == [(1, 45.0), (1, 45.0)]
 
 

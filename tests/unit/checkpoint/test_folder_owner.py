@@ -21,7 +21,7 @@ from tests.unit.checkpoint.training import checkpointer_of, names, on_ranks, sav
 from torchmn.checkpoint import folder_owner
 from torchmn.checkpoint.folder_owner import OWNER, FolderOwner, Owner, this_process
 from torchmn.control.codec import decode, encode
-from torchmn.errors import DataError, UsageError
+from torchmn.errors import CheckpointWarning, DataError, UsageError
 
 OTHER_JOB = """
 import sys
@@ -95,7 +95,7 @@ def test_job_that_runs_and_is_killed(tmp_path: Path, other_job: subprocess.Popen
     other_job.send_signal(signal.SIGKILL)
     other_job.wait()
     taken = f"taken over from process {other_job.pid} on .*, which has ended without leaving it"
-    with pytest.warns(RuntimeWarning, match=taken):
+    with pytest.warns(CheckpointWarning, match=taken):
         on_ranks(lambda comm: save_and_finish(comm, tmp_path), 2)
     assert names(tmp_path) == ["step-00000007", "step-00000008"]  # and no owner
 
@@ -135,7 +135,7 @@ def test_owner_on_another_host_without_a_sign_of_life(tmp_path: Path) -> None:
     leave(tmp_path, host="n7", scheduled_as="Slurm job 12")
     future = 4_000_000_000
     os.utime(tmp_path / "a run" / OWNER, (future, future))
-    with pytest.warns(RuntimeWarning) as warned:
+    with pytest.warns(CheckpointWarning) as warned:
         create(tmp_path)
     texts = [str(each.message) for each in warned]
     assert "was left in the name of Slurm job 12, process" in texts[0]
@@ -155,7 +155,7 @@ def test_owner_on_another_host_that_lives(tmp_path: Path) -> None:
     thread.start()
     try:
         with (
-            pytest.warns(RuntimeWarning, match="sign of life"),
+            pytest.warns(CheckpointWarning, match="sign of life"),
             pytest.raises(UsageError, match=r"another job: process \d+ on n7"),
         ):
             create(tmp_path)
@@ -169,7 +169,7 @@ def test_file_that_says_nothing(tmp_path: Path) -> None:
     """One that is being written, or by a version to come."""
     (tmp_path / "a run").mkdir()
     (tmp_path / "a run" / OWNER).write_text("{")
-    with pytest.warns(RuntimeWarning, match="an unknown process"):
+    with pytest.warns(CheckpointWarning, match="an unknown process"):
         create(tmp_path)
 
 

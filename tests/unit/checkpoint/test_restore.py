@@ -22,7 +22,7 @@ from tests.unit.checkpoint.training import (
 from torchmn.checkpoint.parts import nowhere, place_parts
 from torchmn.comm.local_tensors import PART
 from torchmn.data import rng_state
-from torchmn.errors import DataError, UsageError
+from torchmn.errors import CheckpointWarning, DataError, UsageError
 
 CPU = torch.device("cpu")
 
@@ -121,11 +121,11 @@ def test_a_training_continues_with_another_number_of_workers(
 ) -> None:
     """With residuals, which the optimizer shares out; all ranks have the same model."""
     train(tmp_path, old, 2)
-    with pytest.warns(RuntimeWarning, match="1bit.residual"):  # what does not hold exactly
+    with pytest.warns(CheckpointWarning, match="1bit.residual"):  # what does not hold exactly
         results = train(tmp_path, new, 4)
     assert [start for start, _ in results] == [2] * new
     assert_same(results[1:], [results[0]] * (new - 1))
-    with pytest.warns(RuntimeWarning, match="1bit.residual"):
+    with pytest.warns(CheckpointWarning, match="1bit.residual"):
         assert [start for start, _ in train(tmp_path, old, 4)] == [4] * old
 
 

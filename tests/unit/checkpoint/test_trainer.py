@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import torchmn
 from tests.unit.checkpoint.training import assert_same, names, on_ranks
 from torchmn.checkpoint import Best
+from torchmn.errors import CheckpointWarning
 from torchmn.train import Classifier, LogReport
 
 X = torch.randn(40, 5, generator=torch.Generator().manual_seed(0))
@@ -77,7 +78,7 @@ def test_continues_in_the_middle_of_an_epoch(tmp_path: Path, num_ranks: int) -> 
 
 def test_best_of_the_observation(tmp_path: Path) -> None:
     best = Best("validation/main/accuracy")
-    with pytest.warns(RuntimeWarning, match="has no 'validation/main/accuracy'"):
+    with pytest.warns(CheckpointWarning, match="has no 'validation/main/accuracy'"):
         train(tmp_path, 2, 3, keep=1, best=best)
     assert "step-00000015" in names(tmp_path)
 

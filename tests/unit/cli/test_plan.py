@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from tests.json_schemas import checked
 from tests.unit.observe.plan.tables import TEXT
 from torchmn.cli.main import app
 from torchmn.errors import UsageError
@@ -29,7 +29,7 @@ def answer(*args: str, columns: int = 200) -> str:
 
 def test_options_are_combined(file: str) -> None:
     options = ["--hosts", "2,8", "--links", "1gbit,100mbit", "--codecs", "float32,int8"]
-    found = json.loads(answer(file, *options, "--json"))
+    found = checked("plan", answer(file, *options, "--json"))
     rows = found["predictions"]
     assert len(rows) == 8
     assert {row["hosts"] for row in rows} == {2, 8}

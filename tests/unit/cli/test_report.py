@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import re
+import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from tests.json_schemas import checked
 from tests.unit.cli.test_main import run
 from tests.unit.recorded_runs import ImitatedRun
 from torchmn.cli.main import main
 from torchmn.record.records import PHASES
+
+NO_CLIENT = "no prometheus_client: install it with 'make setup'"
 
 
 @pytest.fixture(scope="module")
@@ -23,10 +27,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [ImitatedRun(num_ranks=n).write(folder / f"run{n}") for n in (1, 2, 4)]
 
 
-def report(*words: object) -> str:
-    """What the command prints; it must end well."""
+def report(*words: object, status: int = 0) -> str:
+    """What the command prints; it must exit with this status."""
     done = run("-m", "torchmn", "report", *map(str, words))
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == status, done.stderr
     return done.stdout
 
 
@@ -48,7 +52,7 @@ def test_text(tmp_path: Path) -> None:
 
 
 def test_json(runs: Sequence[Path]) -> None:
-    found = json.loads(report(*runs, "--json"))
+    found = checked("report", report(*runs, "--json"))
     assert [each["num_ranks"] for each in found["runs"]] == [1, 2, 4]
     assert [point["num_ranks"] for point in found["scaling"]["points"]] == [1, 2, 4]
     last = found["runs"][2]
@@ -57,32 +61,77 @@ def test_json(runs: Sequence[Path]) -> None:
     assert last["findings"] == sorted(last["findings"], key=lambda each: -each["share"])
 
 
+def test_two_runs_are_compared(tmp_path: Path) -> None:
+    """The exit status is for a program that tests the speed of another one."""
+    before = ImitatedRun(num_ranks=2).write(tmp_path / "before")
+    same = ImitatedRun(num_ranks=2, seed=1).write(tmp_path / "same")
+    slow = ImitatedRun(num_ranks=2, seed=2, slower={(1, "forward"): 2.0}).write(tmp_path / "slow")
+    assert "No difference that the noise allows to see" in report(before, same, "--text")
+    text = " ".join(report(before, slow, "--text", status=1).split())
+    assert "B is slower than A" in text
+    assert "Phases that are longer in B: forward +" in text
+    found = checked("report", report(slow, before, "--json"))
+    assert found["comparison"]["verdict"] == "faster"
+    report(before, slow, "--output", tmp_path / "page.html", status=1)
+    assert "B is slower than A." in (tmp_path / "page.html").read_text()
+
+
+def test_two_runs_that_cannot_be_compared(runs: Sequence[Path]) -> None:
+    """They are reported on all the same, as a scaling."""
+    done = run("-m", "torchmn", "report", str(runs[0]), str(runs[1]), "--json")
+    assert done.returncode == 2
+    assert "cannot be compared: A has 1 ranks, and B has 2" in done.stderr
+    found = checked("report", done.stdout)
+    assert found["comparison"] is None
+    assert len(found["scaling"]["points"]) == 2
+
+
 def test_metrics_file(runs: Sequence[Path], tmp_path: Path) -> None:
+    """Prometheus' own parser reads it, and `promtool` finds nothing, where it is installed."""
+    parser = pytest.importorskip("prometheus_client.parser", reason=NO_CLIENT)
     file = tmp_path / "torchmn.prom"
     report(runs[2], "--metrics", file)
-    check_openmetrics(file.read_text())
     assert list(tmp_path.iterdir()) == [file]
+    families = {each.name: each for each in parser.text_string_to_metric_families(file.read_text())}
+    assert {name: each.type for name, each in families.items()} == {
+        "torchmn_phase_seconds": "gauge",
+        "torchmn_step_seconds": "gauge",
+        "torchmn_late_seconds": "gauge",
+        "torchmn_memory_bytes": "gauge",
+        "torchmn_steps": "counter",
+        "torchmn_samples_per_second": "gauge",
+        "torchmn_running": "gauge",
+    }
+    assert len(families["torchmn_phase_seconds"].samples) == 4 * len(PHASES)
+    assert [sample.value for sample in families["torchmn_steps"].samples] == [60.0] * 4
+    assert all(each.documentation for each in families.values())
+    if promtool := shutil.which("promtool"):
+        command, text = [promtool, "check", "metrics"], file.read_text()
+        done = subprocess.run(command, input=text, capture_output=True, text=True)
+        assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
-def check_openmetrics(text: str) -> None:
-    """Each family has a type and a help, its samples follow it, and the end is marked."""
-    lines = text.splitlines()
-    assert lines[-1] == "# EOF"
-    families: dict[str, int] = {}
-    current = ""
-    for line in lines[:-1]:
-        if line.startswith("# TYPE "):
-            current = line.split()[2]
-            assert current not in families
-            families[current] = 0
-        elif not line.startswith("#"):
-            sample = re.fullmatch(r'(\w+)\{(\w+="[^"]*",?)+\} -?[\d.e+-]+', line)
-            assert sample, line
-            assert sample[1].removesuffix("_total") == current
-            families[current] += 1
-    assert families["torchmn_phase_seconds"] == 4 * len(PHASES)
-    assert families["torchmn_steps"] == 4
-    assert min(families.values()) > 0
+def test_memory_is_there_however_long_ago_it_was_measured(tmp_path: Path) -> None:
+    """Every 10 s, which may be thousands of steps: more than the last ones that are read."""
+    parser = pytest.importorskip("prometheus_client.parser", reason=NO_CLIENT)
+    folder = ImitatedRun(num_ranks=2, num_steps=400).write(tmp_path / "run")
+    for file in (folder / "steps").iterdir():
+        lines = file.read_bytes().splitlines(keepends=True)
+        memory = [number for number, line in enumerate(lines) if b'"Memory"' in line[:40]]
+        file.write_bytes(
+            b"".join(line for number, line in enumerate(lines) if number not in memory[1:])
+        )
+    report(folder, "--metrics", tmp_path / "run.prom")
+    text = (tmp_path / "run.prom").read_text()
+    families = {each.name: each for each in parser.text_string_to_metric_families(text)}
+    assert [
+        (sample.labels["rank"], sample.labels["of"], sample.value)
+        for sample in families["torchmn_memory_bytes"].samples
+    ] == [
+        (rank, kind, value)
+        for rank in "01"
+        for kind, value in (("process", 500_000_000.0), ("device", 0.0))
+    ]
 
 
 def test_wrong_requests(
@@ -105,6 +154,7 @@ def test_no_port_is_served(
     text: str,
 ) -> None:
     """It would be the name of a file, which is rarely meant; then ``./`` before it says so."""
+    pytest.importorskip("prometheus_client", reason=NO_CLIENT)
     monkeypatch.chdir(tmp_path)
     line = error_of(capsys, runs[0], f"--metrics={text}")
     assert "torchmn serves no port" in line
@@ -116,13 +166,16 @@ def test_no_port_is_served(
 def test_a_page_that_cannot_be_written(
     capsys: pytest.CaptureFixture[str], runs: Sequence[Path], tmp_path: Path
 ) -> None:
-    pytest.importorskip("plotly", reason="no plotly: install it with 'make setup'")
     line = error_of(capsys, runs[0], "--output", tmp_path / "none" / "page.html")
     assert "cannot be written" in line
 
 
-def test_without_plotly(
-    capsys: pytest.CaptureFixture[str], runs: Sequence[Path], monkeypatch: pytest.MonkeyPatch
+def test_without_prometheus_client(
+    capsys: pytest.CaptureFixture[str],
+    runs: Sequence[Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    assert "pip install 'torchmn[report]'" in error_of(capsys, runs[0])
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    line = error_of(capsys, runs[0], "--metrics", tmp_path / "run.prom")
+    assert "pip install 'torchmn[report]'" in line

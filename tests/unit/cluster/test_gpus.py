@@ -9,6 +9,7 @@ from torchmn.cluster.gpus import (
     count_gpus,
     gpu_localities,
     memory_nodes,
+    shared_gpu_problem,
     shared_gpu_variables,
 )
 
@@ -107,6 +108,23 @@ def test_visible_devices(tmp_path: Path, visible: str | None, expected: int) -> 
 def test_no_devices(tmp_path: Path) -> None:
     assert count_gpus({}, tmp_path) == 0
     assert count_gpus({"CUDA_VISIBLE_DEVICES": "GPU-1"}, tmp_path) == 0
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_gpus", "may_share", "text"),
+    [
+        (2, 2, False, ""),
+        (1, 1, False, ""),
+        (3, 1, True, ""),
+        (3, 2, False, "the 3 ranks (TORCHMN_SHARE_GPU=1 lets them share one, for tests)"),
+        (2, 0, True, "NCCL needs a GPU for each of the 2 ranks"),
+        (1, 0, False, "NCCL needs a GPU for each of the 1 rank"),
+    ],
+)
+def test_why_nccl_refuses_ranks(num_ranks: int, num_gpus: int, may_share: bool, text: str) -> None:
+    found = shared_gpu_problem(num_ranks, num_gpus, may_share=may_share)
+    assert found.endswith(text)
+    assert bool(found) == bool(text)
 
 
 def test_nccl_is_prepared_for_a_shared_gpu_only_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:

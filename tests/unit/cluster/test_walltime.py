@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from torchmn.cluster.walltime import job_end, parse_duration
-from torchmn.errors import TopologyError
+from torchmn.errors import CheckpointWarning, TopologyError
 
 
 def test_no_source() -> None:
@@ -29,7 +29,7 @@ def test_squeue(tmp_path: Path) -> None:
     end = job_end({"PATH": f"{tmp_path}:/bin:/usr/bin", "SLURM_JOB_ID": "12"})
     assert end is not None
     assert 5395 < end - time.time() <= 5400
-    with pytest.warns(RuntimeWarning, match="export TORCHMN_JOB_END"):
+    with pytest.warns(CheckpointWarning, match="export TORCHMN_JOB_END"):
         assert job_end({"PATH": f"{tmp_path}:/bin:/usr/bin", "SLURM_JOB_ID": "13"}) is None
 
 
@@ -73,5 +73,5 @@ def test_a_time_in_another_form_ends_no_training(tmp_path: Path) -> None:
     qstat = tmp_path / "qstat"
     qstat.write_text("#!/bin/sh\nprintf ' Resource_List.walltime = 1:00:00\\n stime = 17:03\\n'\n")
     qstat.chmod(0o755)
-    with pytest.warns(RuntimeWarning, match="export TORCHMN_JOB_END"):
+    with pytest.warns(CheckpointWarning, match="export TORCHMN_JOB_END"):
         assert job_end({"PATH": f"{tmp_path}:/bin:/usr/bin", "PBS_JOBID": "12"}) is None

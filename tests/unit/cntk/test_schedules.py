@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import torchmn.cntk as C
-from torchmn.errors import UsageError
+from torchmn.errors import TorchmnWarning, UsageError
 
 
 def test_momentum() -> None:
@@ -54,5 +54,5 @@ def test_values_that_are_refused(make: Any, words: str) -> None:
 
 
 def test_an_epoch_size_without_a_list() -> None:
-    with pytest.warns(RuntimeWarning, match="epoch_size=100 has no effect"):
+    with pytest.warns(TorchmnWarning, match="epoch_size=100 has no effect"):
         C.learning_rate_schedule(0.1, C.UnitType.sample, 100)

@@ -12,7 +12,7 @@ import torchmn
 import torchmn.cntk as C
 from torchmn.cntk.readers.minibatch import MinibatchData
 from torchmn.comm import Communicator
-from torchmn.errors import DataError, UnsupportedError, UsageError
+from torchmn.errors import DataError, ResultWarning, UnsupportedError, UsageError
 from torchmn.nn import convert_batch_norm
 from torchmn.testing import run_ranks
 
@@ -477,7 +477,7 @@ def test_workers_that_train_by_themselves_are_warned(monkeypatch: pytest.MonkeyP
         "LOCAL_WORLD_SIZE": "4",
     }.items():
         monkeypatch.setenv(name, value)
-    with pytest.warns(RuntimeWarning, match="4 workers, and no learner"):
+    with pytest.warns(ResultWarning, match="4 workers, and no learner"):
         alone()
 
 

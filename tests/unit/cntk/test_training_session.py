@@ -15,7 +15,7 @@ import torch
 
 import torchmn.cntk as C
 from torchmn.comm import Communicator, create_communicator
-from torchmn.errors import UsageError
+from torchmn.errors import TorchmnWarning, UsageError
 from torchmn.testing import run_ranks
 
 from .sessions import NUM_SAMPLES, Training, is_far, source, squared
@@ -82,7 +82,7 @@ def test_cross_validation_does_not_change_the_training(alone: Communicator) -> N
     plain.run(source(max_sweeps=2, randomize=True))
     both = source(max_sweeps=2, randomize=True)
     config = C.CrossValidationConfig(both, frequency=10, max_samples=7)
-    with pytest.warns(RuntimeWarning, match="had no samples"):  # at the end of the data
+    with pytest.warns(TorchmnWarning, match="had no samples"):  # at the end of the data
         validated.run(both, cv_config=config)
     assert validated.recorder.losses == plain.recorder.losses
     assert validated.recorder.tests[0] == (7, 1)
@@ -404,7 +404,7 @@ def test_a_checkpoint_of_a_trainer_has_no_position_of_the_source(
 
 def test_an_evaluation_without_samples_is_nan(alone: Communicator) -> None:
     train, errors = source(), []
-    with pytest.warns(RuntimeWarning, match="cross validation had no samples"):
+    with pytest.warns(TorchmnWarning, match="cross validation had no samples"):
         Training(alone).run(
             train, cv_config=C.CrossValidationConfig(train, callback=lambda *a: errors.append(a))
         )
@@ -414,9 +414,9 @@ def test_an_evaluation_without_samples_is_nan(alone: Communicator) -> None:
 def test_a_session_that_trains_nothing_warns(alone: Communicator) -> None:
     training, train = Training(alone), source()
     training.run(train)
-    with pytest.warns(RuntimeWarning, match="trained nothing"):
+    with pytest.warns(TorchmnWarning, match="trained nothing"):
         training.run(train)
-    with pytest.warns(RuntimeWarning, match="max_samples=25 is not above the 25 samples"):
+    with pytest.warns(TorchmnWarning, match="max_samples=25 is not above the 25 samples"):
         training.run(source(), max_samples=25)
 
 

@@ -1,11 +1,16 @@
 """How an uncaught exception is printed: the user's code and the message."""
 
+import builtins
+import re
 import sys
+import traceback
+from pathlib import Path
 from types import TracebackType
 
 import pytest
+import torch
 
-from torchmn.control.script import show_exception, traceback_text
+from torchmn.control.script import frames_of_script, show_exception, traceback_text, whole_text
 from torchmn.errors import PeerLostError, UsageError
 from torchmn.exchange.schedules import DoubleBuffering
 
@@ -32,11 +37,95 @@ def test_a_variable_keeps_all_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "double_buffering.py" in traceback_text(error_of(-1.0))
 
 
-def test_another_exception_keeps_all_frames() -> None:
+def test_nothing_is_folded_without_frames_of_torchmn_and_torch() -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - which one is Python's
         int("x")
-    assert "TORCHMN_TRACEBACK" not in traceback_text(caught.value)
+    assert traceback_text(caught.value) == whole_text(caught.value)
     assert "ValueError: invalid literal" in traceback_text(caught.value)
+
+
+class Broken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ZeroDivisionError("in backward")
+
+
+NOTE = re.compile(r"[ |]*\(frames of torchmn and torch: \d+; TORCHMN_TRACEBACK=1 shows them\)")
+
+
+def test_frames_are_folded_where_they_are() -> None:
+    with pytest.raises(ZeroDivisionError) as caught:
+        Broken.apply(torch.ones(1, requires_grad=True)).backward()
+    lines = traceback_text(caught.value).splitlines()
+    frames = [bool(NOTE.fullmatch(line)) for line in lines if "File" in line or "frames" in line]
+    assert frames == [False, True, False]
+    assert lines[-1] == "ZeroDivisionError: in backward"
+    assert "torch/_tensor.py" in whole_text(caught.value)
+
+
+def test_an_error_within_torch_ends_with_its_message() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.nn.Linear(4, 4)(torch.ones(2, 5))
+    *_, note, message = traceback_text(caught.value).splitlines()
+    assert NOTE.fullmatch(note)
+    assert message.startswith("RuntimeError: mat1 and mat2 shapes cannot be multiplied")
+
+
+def test_frames_in_chains_and_groups_are_folded() -> None:
+    def fails() -> None:
+        torch.nn.Linear(4, 4)(torch.ones(2, 5))
+
+    errors: list[Exception] = []
+    for _ in range(2):
+        with pytest.raises(RuntimeError) as caught:
+            fails()
+        errors.append(caught.value)
+    with pytest.raises(ValueError, match="chained") as chained:
+        raise ValueError("chained") from errors[0]
+    found: list[BaseException] = [chained.value]
+    if sys.version_info >= (3, 11):
+        with pytest.raises(builtins.ExceptionGroup) as group:
+            raise builtins.ExceptionGroup("two", errors)
+        found.append(group.value)
+    for error, num in zip(found, (1, 2), strict=False):
+        text = traceback_text(error)
+        assert text.count("mat1 and mat2 shapes cannot be multiplied") == num
+        assert len(NOTE.findall(text)) == num
+        assert text.count("in fails") == num
+        assert "torch/nn" not in text
+        assert "torch/nn" in whole_text(error)
+
+
+def test_the_traceback_of_a_worker_in_a_message_is_folded() -> None:
+    folder = Path(torch.__file__).parent
+    original = (
+        f'Traceback:\n  File "{folder}/worker.py", line 9, in loop\n    data = fetch()\n'
+        f'           ^^^^^^^\n  File "{folder}/fetch.py", line 4, in fetch\n    return data\n'
+        '  File "train.py", line 2, in get\n    {}[i]\nKeyError: 0'
+    )
+    with pytest.raises(RuntimeError) as caught:
+        raise RuntimeError(f"Caught KeyError in worker.\n{original}")
+    *_, title, note, frame, source, error = traceback_text(caught.value).splitlines()
+    assert (title, error) == ("Traceback:", "KeyError: 0")
+    assert "torch: 2;" in note
+    assert (frame, source) == ('  File "train.py", line 2, in get', "    {}[i]")
+
+
+def test_a_stack_that_ends_in_torch() -> None:
+    stack = [
+        traceback.FrameSummary("train.py", 1, "main", line="wait()"),
+        traceback.FrameSummary(str(Path(torch.__file__).parent / "x.py"), 2, "wait", line="pass"),
+    ]
+    assert [line.strip() for line in frames_of_script(stack)] == [
+        'File "train.py", line 1, in main',
+        "wait()",
+        "(frames of torchmn and torch: 1; TORCHMN_TRACEBACK=1 shows them)",
+    ]
+    assert frames_of_script(stack[1:]) == []
 
 
 def test_causes_within_torchmn_are_in_the_message_alone() -> None:

@@ -7,6 +7,7 @@ queued on the exchange's, the footer arrives a step later. Each missing wait cha
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from torchmn.comm.streams import Deferred
 from torchmn.comm.transports.base import WrappingTransport
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.comm.watcher import Watcher
-from torchmn.errors import CommunicationError
+from torchmn.errors import CommunicationError, RankMismatchError, UnsupportedError
 from torchmn.testing import run_threads
 
 SIZE, NUM_STEPS = 2, 4
@@ -115,8 +116,22 @@ def on_device(optimizer, comm: Communicator, streams: FakeStreams, nccl: FakeNcc
             slot.may_lend = False  # as on GPUs
 
 
-def trained(streams_class: type[FakeStreams] | None, order: str, **options) -> list[list[Tensor]]:
-    """The parameters of all ranks; without ``streams_class`` on the CPU."""
+def backward(optimizer, model: nn.Module, rank: int, number: int, x: Tensor, y: Tensor) -> None:
+    (model(x) - y).square().mean().backward()
+
+
+def trained(
+    streams_class: type[FakeStreams] | None,
+    order: str,
+    *,
+    backward=backward,
+    error: str = "",
+    **options,
+) -> list[list[Tensor]]:
+    """The parameters of all ranks; without ``streams_class`` on the CPU.
+
+    With an ``error`` each rank must raise a RankMismatchError of this text.
+    """
     store, meeting, first = HashStore(), Meeting(SIZE), network()
 
     def rank_main(rank: int) -> list[Tensor]:
@@ -139,9 +154,9 @@ def trained(streams_class: type[FakeStreams] | None, order: str, **options) -> l
         batches = parts(rank)
 
         def train() -> None:
-            for x, y in batches:
+            for number, (x, y) in enumerate(batches):
                 optimizer.zero_grad()
-                (model(x) - y).square().mean().backward()
+                backward(optimizer, model, rank, number, x, y)
                 optimizer.step()
 
         try:
@@ -152,7 +167,8 @@ def trained(streams_class: type[FakeStreams] | None, order: str, **options) -> l
                 streams = streams_class(device)
                 on_device(optimizer, comm, streams, FakeNccl(meeting, rank, streams))
                 batches = [(device.adopt(x), device.adopt(y)) for x, y in batches]
-                with device.running():
+                expected = pytest.raises(RankMismatchError, match=error or None)
+                with device.running(), expected if error else nullcontext():
                     train()
                     optimizer.flush()
                 assert comm.engine._thread is None  # sums are queued by the thread of backward
@@ -209,3 +225,57 @@ def test_a_missing_wait_changes_the_parameters(broken: type[FakeStreams]) -> Non
             return False
 
     assert not all(holds(order) for order in ("caller first", "exchange first"))
+
+
+class RunsOut(nn.Module):
+    """A model whose backward runs out of memory after its last layers."""
+
+    def __init__(self, model: nn.Sequential) -> None:
+        super().__init__()
+        self.first, self.last = model[:2], model[2:]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(Raises.apply(self.first(x)))
+
+
+class Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("no memory is left")
+
+
+@pytest.mark.parametrize("order", ["caller first", "exchange first"])
+def test_a_backward_that_one_rank_repeats_is_the_same_error_on_all(order: str) -> None:
+    """As after out of memory. The others know at the next exchange, and nobody waits for long."""
+
+    def repeated(optimizer, model, rank: int, number: int, x: Tensor, y: Tensor) -> None:
+        if number == 1 and rank == 1:
+            with pytest.raises(torch.OutOfMemoryError):
+                backward(optimizer, RunsOut(model), rank, number, x, y)
+            optimizer.zero_grad()
+        backward(optimizer, model, rank, number, x, y)
+
+    trained(
+        ArrivesLate, order, backward=repeated, error="rank 1 raised an exception in its backward"
+    )
+
+
+def test_a_graph_is_refused_before_anything_has_begun() -> None:
+    """Training goes on as if the capture had not been tried."""
+
+    def captured(optimizer, model, rank: int, number: int, x: Tensor, y: Tensor) -> None:
+        if number == 2:
+            streams = optimizer.reducer.comm.engine.streams
+            streams.is_in_capture = True
+            with pytest.raises(UnsupportedError, match="A CUDA graph is being captured"):
+                backward(optimizer, model, rank, number, x, y)
+            streams.is_in_capture = False
+            optimizer.zero_grad()
+        backward(optimizer, model, rank, number, x, y)
+
+    expected = trained(None, "caller first")
+    assert equal(trained(ArrivesLate, "caller first", backward=captured), expected)

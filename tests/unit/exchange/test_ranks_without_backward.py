@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from tests.unit.models import batch, equal, loss_of, mlp, near, optimizer_of, sgd, values, wrap
 from torchmn import create_multi_node_optimizer
 from torchmn.cluster import Topology
-from torchmn.errors import RankMismatchError, UsageError
+from torchmn.errors import CommunicationError, RankMismatchError, ResultWarning, UsageError
 from torchmn.exchange.schedules import DiLoCo, EveryStep, PeriodicAverage, Phases
 from torchmn.testing import run_ranks
 
@@ -311,7 +312,7 @@ def test_all_passes_under_no_sync_then_a_change() -> None:
         clip(model)
         optimizer.step()
 
-    with pytest.warns(UserWarning, match="under no_sync"):
+    with pytest.warns(ResultWarning, match="under no_sync"):
         run_ranks(rank_main, 2)
 
 
@@ -331,13 +332,22 @@ def test_all_passes_under_no_sync_then_a_hook_that_changes_them() -> None:
     run_ranks(rank_main, 2)
 
 
-def train_both(model: nn.Module, optimizers, change: Change, rank: int, size: int):
+def train_both(
+    model: nn.Module,
+    optimizers,
+    change: Change,
+    rank: int,
+    size: int,
+    *,
+    takes_empty: bool = False,
+    num_rows: Sequence[int] = (6, 1, 7, 1, 5),
+):
     """Both optimizers step after one backward pass."""
-    for step, num_rows in enumerate((6, 1, 7, 1, 5)):
-        own = batch(0, step, num_rows)[rank::size]
+    for step, num in enumerate(num_rows):
+        own = batch(0, step, num)[rank::size]
         for optimizer in optimizers:
             optimizer.zero_grad()
-        if len(own):
+        if len(own) or takes_empty:
             loss_of(model, own).backward()
         change(model)
         for optimizer in optimizers:
@@ -355,26 +365,101 @@ def both(comm, model: nn.Module):
     ]
 
 
-def test_two_optimizers_of_one_backward_pass() -> None:
-    """Late ranks exchange for one after the other: nothing may come between."""
+def test_two_optimizers_of_one_backward_pass_with_batches_of_0_rows() -> None:
+    def rank_main(comm, *, is_reversed):
+        model = mlp()
+        optimizers = both(comm, model)
+        if is_reversed:
+            optimizers.reverse()
+        return train_both(model, optimizers, clip, comm.rank, comm.size, takes_empty=True)
+
+    alone = mlp()
+    train_both(alone, [sgd(alone[2]), sgd(alone[0])], clip, 0, 1)
+    for is_reversed in (False, True):
+        for result in run_ranks(partial(rank_main, is_reversed=is_reversed), 2):
+            assert near(result, values(alone))
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_two_optimizers_of_one_backward_pass_refuse_late_ranks(skips: bool) -> None:
+    """The late rank knows from its last pass that others come in an order of their own."""
 
     def rank_main(comm):
         model = mlp()
-        return train_both(model, both(comm, model), keep, comm.rank, comm.size)
+        optimizers = both(comm, model)
+        loss_of(model, batch(comm.rank, 0)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if comm.rank == 1:
+            with pytest.raises(UsageError, match=r"rank 1 of 2.*share a backward pass.*0 rows"):
+                optimizers[0].skip_backward() if skips else optimizers[0].step()
+
+    run_ranks(rank_main, 2)
+
+
+def test_two_optimizers_of_one_backward_pass_refuse_late_ranks_in_the_first_step() -> None:
+    def rank_main(comm):
+        model = mlp()
+        optimizers = both(comm, model)
+        if comm.rank == 1:
+            with pytest.raises(UsageError, match=r"rank 1 of 2.*share a backward pass.*0 rows"):
+                optimizers[0].step()
+
+    run_ranks(rank_main, 2)
+
+
+def test_two_optimizers_of_one_backward_pass_of_which_one_rank_takes_old_gradients() -> None:
+    """It exchanges them in `step`, in the order of the others, which all ranks then refuse."""
+
+    def rank_main(comm):
+        model = mlp()
+        optimizers = both(comm, model)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        if comm.rank == 0:
+            loss_of(model, batch(comm.rank, 0)).backward()
+        optimizers[0].step()
+
+    with pytest.raises(RankMismatchError, match=r"share a backward pass.*0 rows"):
+        run_ranks(rank_main, 2)
+
+
+def test_two_optimizers_of_one_backward_pass_of_which_one_has_none_later() -> None:
+    """On all ranks, so that it is late on all of them."""
+
+    def train(model, optimizers, rank, size):
+        for step in range(4):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            hidden = model[1](model[0](batch(0, step)[rank::size]))
+            loss_of(model[2], hidden if step % 2 == 0 else hidden.detach()).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        return values(model)
+
+    def rank_main(comm):
+        model = mlp()
+        return train(model, both(comm, model), comm.rank, comm.size)
 
     alone = mlp()
-    train_both(alone, [sgd(alone[2]), sgd(alone[0])], keep, 0, 1)
+    train(alone, [sgd(alone[2]), sgd(alone[0])], 0, 1)
     for result in run_ranks(rank_main, 2):
         assert near(result, values(alone))
 
 
-@pytest.mark.parametrize("change", [clip, replace])
-def test_two_optimizers_of_one_backward_pass_refuse_a_change(change: Change) -> None:
-    def rank_main(comm):
-        model = mlp()
-        train_both(model, both(comm, model), change, comm.rank, comm.size)
+def test_equal_parts_that_ranks_reach_in_different_orders_are_refused() -> None:
+    """Each rank trains another head, so that the sums of the heads would be of both."""
 
-    with pytest.raises(RankMismatchError, match="optimizers share a backward pass"):
+    def rank_main(comm):
+        trunk, heads = mlp(), [nn.Linear(3, 2).double(), nn.Linear(3, 2).double()]
+        optimizers = [optimizer_of(comm, each) for each in (trunk, *heads)]
+        outputs = trunk(batch(comm.rank, 0))
+        heads[comm.rank](outputs).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+    with pytest.raises(CommunicationError, match="gradients of different optimizers"):
         run_ranks(rank_main, 2)
 
 
@@ -428,7 +513,7 @@ def test_a_rank_that_leaves_backward_out_is_told_once_that_it_counts(schedule: s
             optimizer.step()
         optimizer.flush()
 
-    with pytest.warns(UserWarning, match=COUNTS_ZEROS) as seen:
+    with pytest.warns(ResultWarning, match=COUNTS_ZEROS) as seen:
         run_ranks(rank_main, 2)
     assert len(seen) == 1
 

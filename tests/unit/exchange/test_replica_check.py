@@ -10,7 +10,7 @@ import torch
 
 import torchmn
 from tests.unit.models import batch, loss_of, mlp
-from torchmn.errors import RankMismatchError, UsageError
+from torchmn.errors import RankMismatchError, ResultWarning, UsageError
 from torchmn.exchange.schedules import PeriodicAverage
 from torchmn.testing import run_ranks
 
@@ -90,7 +90,7 @@ def test_warning_continues_and_the_report_has_gradients_that_were_not_finite() -
         check.step_ended()
         return check.report()
 
-    with pytest.warns(RuntimeWarning, match="not finite before") as warned:
+    with pytest.warns(ResultWarning, match="not finite before") as warned:
         report = run_ranks(rank_main, 2)[0]
     assert len(warned) == 1  # one rank warns
     assert report.differences[0][1].name == "2.bias"

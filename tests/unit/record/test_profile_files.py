@@ -6,6 +6,7 @@ import cProfile
 import gzip
 import json
 import os
+import random
 import socket
 from itertools import count
 from pathlib import Path
@@ -77,6 +78,89 @@ def test_traces_are_put_on_one_clock(tmp_path: Path) -> None:
     assert len(set(processes.values())) == len(processes) == 4
     assert {"rank 0 on a: python", "rank 1 on b: torchmn"} <= processes.keys()
     assert len({event["id"] for event in events if event["name"] == "ac2g"}) == 2
+
+
+def slices_of(events: list[dict[str, Any]]) -> dict[tuple[int, int], list[tuple[int, int]]]:
+    """Begin and end of the slices of each track, in nanoseconds, as Perfetto reads them.
+
+    It multiplies by 1000 and cuts off what is less than a nanosecond.
+    """
+    found: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for event in events:
+        if event["ph"] == "X":
+            begin, seconds = int(event["ts"] * 1000.0), int(event["dur"] * 1000.0)
+            found.setdefault((event["pid"], event["tid"]), []).append((begin, begin + seconds))
+    return {
+        track: sorted(each, key=lambda pair: (pair[0], -pair[1])) for track, each in found.items()
+    }
+
+
+def overlapping(slices: list[tuple[int, int]]) -> int:
+    """How many slices end after the one in which they begin: Perfetto cuts or drops them."""
+    count = 0
+    stack: list[tuple[int, int]] = []
+    for begin, end in slices:
+        while stack and stack[-1][1] <= begin:
+            stack.pop()
+        count += bool(stack) and end > stack[-1][1]
+        stack.append((begin, end))
+    return count
+
+
+def test_slices_do_not_overlap(tmp_path: Path) -> None:
+    """Phases follow each other without a gap, and operators end with those that call them."""
+    clock_s, offset_s = 123_456.789012345, -93_123.123456789
+    rng = random.Random(0)
+    own = trace(0, clock_s=clock_s, offset_s=0.0, clock_us=5_528_370.123)
+    other = trace(1, clock_s=clock_s, offset_s=offset_s, clock_us=5_528_370.123)
+    for each in (own, other):
+        at_ns, phases = round(clock_s * 1e9), []
+        for number in range(500):
+            seconds_ns = rng.randrange(1, 5_000_000)
+            begin_s, end_s = at_ns / 1e9, (at_ns + seconds_ns) / 1e9
+            phases.append(("phases", f"p{number}", begin_s, end_s - begin_s))
+            at_ns += seconds_ns
+        ts_ns = 5_528_370_123
+        for _ in range(500):
+            outer = rng.randrange(1_000, 900_000)
+            inner = rng.randrange(1, outer)
+            spans = [(ts_ns, outer), (ts_ns, inner), (ts_ns + inner, outer - inner)]
+            each["traceEvents"] += [
+                {"ph": "X", "name": "op", "pid": 77, "tid": 1, "ts": b / 1000, "dur": n / 1000}
+                for b, n in spans
+            ]
+            ts_ns += outer
+        each["traceEvents"] = [e for e in each["traceEvents"] if e["name"] != "aten::mm"]
+        each["torchmn"]["events"] = [
+            {"track": track, "name": name, "at_s": at_s, "seconds": seconds, "args": {}}
+            for track, name, at_s, seconds in phases
+        ]
+    (tmp_path / "a-0.json").write_text(json.dumps(own))
+    (tmp_path / "b-1.json").write_text(json.dumps(other))
+    tracks = slices_of(merged(tmp_path))
+    assert sorted(map(len, tracks.values())) == [500, 500, 1501, 1501]
+    assert {track: overlapping(each) for track, each in tracks.items()} == dict.fromkeys(tracks, 0)
+
+
+def test_exchanges_that_overlap_have_tracks_of_their_own(tmp_path: Path) -> None:
+    """Those of two communicators run at the same time."""
+    own = trace(0, clock_s=1, offset_s=0, clock_us=0)
+    own["torchmn"]["events"] = [
+        {"track": "exchanges", "name": name, "at_s": at_s, "seconds": 2.0, "args": {}}
+        for name, at_s in (("a", 1.0), ("b", 2.0), ("c", 3.0), ("d", 4.0))
+    ]
+    (tmp_path / "a-0.json").write_text(json.dumps(own))
+    events = merged(tmp_path)
+    assert all(overlapping(each) == 0 for each in slices_of(events).values())
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    of = {e["name"]: names[e["tid"]] for e in events if e["name"] in "abcd"}
+    assert of == {"a": "exchanges", "b": "exchanges 2", "c": "exchanges", "d": "exchanges 2"}
+
+
+def test_the_check_sees_slices_that_overlap() -> None:
+    """As those of this trace did, by a nanosecond."""
+    assert overlapping([(0, 10), (0, 4), (4, 10), (10, 12)]) == 0
+    assert overlapping([(0, 11), (10, 20)]) == 1
 
 
 def test_a_trace_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def test_a_step_that_raises_does_not_count(comm: torchmn.Communicator, tmp_path:
 
 
 def test_the_profiler_of_the_script_is_not_ended(
-    comm: torchmn.Communicator, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    comm: torchmn.Communicator, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """torch has one at a time: a second one would leave it without events."""
     with record(comm, tmp_path) as own:
@@ -130,7 +130,7 @@ def test_the_profiler_of_the_script_is_not_ended(
             own.profile(ProfileRequest.parse("0:2"))
             torch.ones(2).add(1)
         assert "aten::add" in [event.key for event in theirs.key_averages()]
-    assert "a profiler of the script ran in these steps" in capsys.readouterr().err
+    assert "a profiler of the script ran in these steps" in caplog.text
 
 
 def test_a_trace_of_what_is_inside(comm: torchmn.Communicator, tmp_path: Path) -> None:
@@ -141,6 +141,7 @@ def test_a_trace_of_what_is_inside(comm: torchmn.Communicator, tmp_path: Path) -
         with trace("t%r") as path:
             train(comm, 2)
     assert path == tmp_path / "profile" / "t0.json"
+    assert path.stat().st_mode & 0o777 == 0o600  # as all files of a run
     assert len(finish_profile(tmp_path)) == 1
     merged = gzip.decompress((tmp_path / "profile" / "trace.json.gz").read_bytes())
     events = json.loads(merged)["traceEvents"]

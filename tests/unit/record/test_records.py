@@ -70,7 +70,7 @@ def test_of_a_long_run_the_first_and_the_newest_files_are_kept(tmp_path: Path) -
 
 
 def test_a_full_disk_ends_the_record_and_not_the_training(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = RecordFile(tmp_path, start())
 
@@ -83,7 +83,7 @@ def test_a_full_disk_ends_the_record_and_not_the_training(
         file.flush()
     monkeypatch.undo()
     file.close()
-    assert capsys.readouterr().err.count("ends here (No space left on device)") == 1
+    assert caplog.text.count("ends here (No space left on device)") == 1
 
 
 def test_a_record_is_never_written_over(tmp_path: Path) -> None:

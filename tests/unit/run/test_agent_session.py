@@ -8,12 +8,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from torchmn.control.connection import Channel
 from torchmn.control.messages import (
     AgentHello,
     Exit,
+    Failed,
+    Leaving,
     Message,
     Output,
     Round,
@@ -25,6 +28,7 @@ from torchmn.run.agent_session import AgentSession
 from torchmn.run.console import RankOutput
 from torchmn.run.elastic.launcher import RoundSession
 from torchmn.run.job import Job
+from torchmn.run.monitor.job_result import JobResult
 
 VERSIONS = {"torch": "2.13"}
 
@@ -119,7 +123,14 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..
             members = [RoundMember(host=f"n{i}", slots=1) for i in range(2)]
             found = Round(number=1, members=members, num_restarts=0, reason="")
             saved: list[object] = []
-            session = RoundSession(found, job, listener, output, on_checkpoint=saved.append)
+            session = RoundSession(
+                found,
+                job,
+                listener,
+                output,
+                on_checkpoint=saved.append,
+                on_notice=lambda host, text: saved.append((host, text)),
+            )
         made.append(Agents(session, err))
         return made[-1]
 
@@ -210,9 +221,103 @@ def test_what_failed_is_shown_again_if_it_is_not_what_was_shown_last(
     write(1, "err", "ValueError: this")
     agents.send(1, Exit(returncode=1, ended_at=1.0, ended_by="itself", note=""))
     assert not shown_again()
-    write(1, "out", "its own")
-    assert shown_again()
     write(0, "err", "later")
+    assert not shown_again()
+    write(0, "out", *map(str, range(20)))
     assert shown_again()
     write(1, "err", "newer")
     assert not shown_again()
+
+
+def failure(rank: int, *, is_shown: bool = False, error: str = "") -> Failed:
+    error = error or f"RankMismatchError: rank {rank} of 2 on n{rank}: the shapes differ"
+    return Failed(
+        status=1,
+        traceback=f"Traceback\n  the script's frames\n{error}",
+        error=error,
+        is_consequence=False,
+        at=1.0 + rank,
+        whole=f"Traceback\n  all frames\n{error}",
+        is_shown=is_shown,
+    )
+
+
+def report(agents: Agents, *messages: Message) -> tuple[str, str]:
+    """What is shown after these messages of ranks 0, 1, ... and the report in the file."""
+    for rank in range(2):
+        agents.connect(rank)
+    for rank, message in enumerate(messages):
+        agents.send(rank, message)
+        agents.send(rank, Exit(returncode=1, ended_at=2.0, ended_by="itself", note=""))
+    session = agents.session
+    result = session.result()
+    session.report_failure(session.log_dir, result, result.summary)
+    session._output.say(result.summary)
+    text = (session.log_dir / "failure.txt").read_text()
+    folder = str(session.log_dir)
+    return agents.err.getvalue().replace(folder, "logs"), text.replace(folder, "logs")
+
+
+def test_an_error_that_ranks_have_not_printed_is_shown_once(make: Callable[..., Agents]) -> None:
+    """With the frames of the script, and all frames in the file."""
+    shown, kept = report(make(), failure(0), failure(1))
+    summary = (
+        "rank 0 on n0 failed with exit code 1, as did rank 1; the whole traceback is in "
+        "logs/rank0.log."
+    )
+    assert shown == (
+        "[0] Traceback\n[0]   the script's frames\n"
+        "[0] RankMismatchError: rank 0 of 2 on n0: the shapes differ\n"
+        f"torchmn: {summary}\n"
+    )
+    assert kept == f"{failure(0).whole}\n{summary}\n"
+
+
+def test_another_error_of_another_rank_is_in_the_summary(make: Callable[..., Agents]) -> None:
+    shown, _ = report(make(), failure(0), failure(1, error="KeyError: 'x'"))
+    last = shown.splitlines()[-1]
+    assert "exit code 1; rank 1 failed with another error (KeyError: 'x'); the whole" in last
+    assert shown.count("shapes differ") == 1
+
+
+def test_what_a_hook_of_the_script_has_printed_is_not_shown(make: Callable[..., Agents]) -> None:
+    shown, kept = report(make(), failure(0, is_shown=True, error="ValueError: the cause"))
+    assert shown == (
+        "torchmn: rank 0 on n0 failed with exit code 1 (ValueError: the cause); its output is in "
+        "logs/rank0.log.\n"
+    )
+    assert "all frames\nValueError: the cause\n" in kept
+
+
+def test_the_text_of_sys_exit_is_shown_once(make: Callable[..., Agents]) -> None:
+    left = [Leaving(status=1, text="no data")] * 2
+    shown, kept = report(make(), *left)
+    assert shown == (
+        "[0] no data\n"
+        "torchmn: rank 0 on n0 failed with exit code 1, as did rank 1; its output is in "
+        "logs/rank0.log.\n"
+    )
+    assert "no data" in kept
+
+
+def test_an_error_is_shown_though_the_result_is_another(make: Callable[..., Agents]) -> None:
+    """A hang that was found first, or a launcher that ended all."""
+    agents = make()
+    agents.connect(0)
+    agents.connect(1)
+    agents.send(1, failure(1))
+    agents.session.show_error(JobResult(exit_code=1, summary="mpirun ended"))
+    assert "[1] RankMismatchError: rank 1 of 2" in agents.err.getvalue()
+
+
+def test_the_error_that_ends_a_script_replaces_one_that_it_might_have_caught(
+    make: Callable[..., Agents],
+) -> None:
+    agents = make()
+    agents.connect(0)
+    early = msgspec.structs.replace(failure(0), whole="", is_shown=True, at=0.5)
+    agents.send(0, early)
+    agents.send(0, failure(0))
+    record, _ = agents.session.records
+    assert record.is_unprinted
+    assert record.failed_at == 0.5

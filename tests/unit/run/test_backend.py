@@ -56,7 +56,8 @@ def test_an_mpirun_that_cannot_reach_the_hosts_is_not_chosen() -> None:
         (
             Machine(num_gpus=1),
             "nccl",
-            "for each of the 2 ranks, and this machine has 1 CUDA GPU: start fewer",
+            "for each of the 2 ranks (TORCHMN_SHARE_GPU=1 lets them share one, for tests), and "
+            "this machine has 1 CUDA GPU: start fewer",
         ),
         (Machine(), "mpi", "needs an mpirun and mpi4py"),
         (Machine(has_mpi4py=True), "mpi", "needs an mpirun, which"),

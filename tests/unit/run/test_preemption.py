@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from torchmn import Preemption
-from torchmn.errors import UsageError
+from torchmn.errors import CheckpointWarning, UsageError
 from torchmn.run import SAVED_STATUS
 from torchmn.testing import run_ranks
 
@@ -55,7 +55,7 @@ def test_the_time_left_counts_and_only_rank_0_reads_it(monkeypatch: pytest.Monke
 
     def rank_main(comm):
         saved = []
-        with nullcontext() if comm.rank else pytest.warns(RuntimeWarning, match="first step"):
+        with nullcontext() if comm.rank else pytest.warns(CheckpointWarning, match="first step"):
             preemption = Preemption(comm, lambda: saved.append(comm.rank), margin_s=100)
         with pytest.raises(SystemExit) as left:
             preemption.step_ended()

@@ -1,7 +1,9 @@
 """A job is followed through its files and states: with time and scheduler passed in."""
 
 import io
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -52,10 +54,25 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+@contextmanager
+def messages_in(err: io.StringIO) -> Iterator[None]:
+    """Write the messages of torchmn to this file."""
+    logger, handler = logging.getLogger("torchmn.submit"), logging.StreamHandler(err)
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+
+
 def followed(scheduler: Scripted, job_id: str = "7") -> tuple[int, str, str, list[float]]:
     out, err, pauses = io.StringIO(), io.StringIO(), []
     follower = Follower(job=tutorial(), scheduler=scheduler, out=out, err=err, sleep=pauses.append)
-    return follower.follow(job_id), out.getvalue(), err.getvalue(), pauses
+    with messages_in(err):
+        status = follower.follow(job_id)
+    return status, out.getvalue(), err.getvalue(), pauses
 
 
 def test_output_and_states_are_shown_once() -> None:
@@ -69,7 +86,7 @@ def test_output_and_states_are_shown_once() -> None:
     status, out, err, pauses = followed(scheduler)
     assert status == 0
     assert out == "one\ntwo\nthree\n" + ENDED.format(0)
-    assert err == "torchmn: Slurm job 7: PENDING\ntorchmn: Slurm job 7: RUNNING\n"
+    assert err == "Slurm job 7: PENDING\nSlurm job 7: RUNNING\n"
     assert pauses == [0.2, 0.4, 0.8, 1.6]
 
 
@@ -180,6 +197,6 @@ def test_who_interrupts_learns_how_to_end_the_job() -> None:
 
     err = io.StringIO()
     follower = Follower(job=tutorial(), scheduler=Scripted(interrupt), out=io.StringIO(), err=err)
-    with pytest.raises(KeyboardInterrupt):
+    with messages_in(err), pytest.raises(KeyboardInterrupt):
         follower.follow("7")
     assert "the job keeps running; `scancel 7` ends it." in err.getvalue()

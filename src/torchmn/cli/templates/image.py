@@ -87,7 +87,7 @@ def main() -> None:
     add("--checkpoints", default="checkpoints", help="folder that all workers see")
     options = parser.parse_args()
 
-    comm = torchmn.create_communicator("auto")
+    comm = torchmn.create_communicator()
     torchmn.seed_ranks(options.seed, comm)
     train, test = load_data(options.data)
     # One order for any number of workers; each takes its part of every batch.

@@ -1,7 +1,6 @@
 """CNTK's ``cntk.train.distributed``: distributed learners and the communicator."""
 
 import os
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -9,8 +8,9 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchmn.base.errors import UnsupportedError, UsageError
+from torchmn.base.errors import ResultWarning, UnsupportedError, UsageError
 from torchmn.base.names import CodecName, RouteName
+from torchmn.base.warn import warn
 from torchmn.cluster.launcher_env import read_launcher_env
 from torchmn.cntk.learner import Learner, LearnerSet
 from torchmn.comm import Communicator as Ranks
@@ -326,10 +326,9 @@ def _raise_if_shared(optimizers: Sequence[Optimizer]) -> None:
 def _warn_of_separate_training() -> None:
     launched = read_launcher_env(os.environ)
     if launched is not None and launched.rank == 0 and launched.size > 1:
-        warnings.warn(
+        warn(
             f"This job has {launched.size} workers, and no learner of the trainer is distributed: "
             "each worker trains by itself. For one training on all of them use "
             "data_parallel_distributed_learner(learner).",
-            RuntimeWarning,
-            stacklevel=4,
+            ResultWarning,
         )

@@ -7,7 +7,6 @@ training has passed a multiple of f; once, even if it has passed several. At the
 more if something was trained since it ran, then the test.
 """
 
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 
 from torchmn.base.errors import UsageError
+from torchmn.base.warn import warn
 from torchmn.cntk.readers import MinibatchData, MinibatchSource, as_minibatch_source
 from torchmn.cntk.readers.deserializer import wanted_streams
 from torchmn.cntk.readers.user import UserSourceMinibatches
@@ -239,7 +239,7 @@ class TrainingSession:
 
     def _warn(self, text: str) -> None:
         if self.comm is None or self.comm.rank == 0:
-            warnings.warn(text, RuntimeWarning, stacklevel=3)
+            warn(text)
 
     @contextmanager
     def _equal_buffers(self) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torchmn.base.errors import UnsupportedError
+from torchmn.cluster.environment_variables import SHARE_GPU_VARIABLE
 from torchmn.cluster.units import MiB
 from torchmn.comm.allreduce import AllReduceAlgorithm, ReduceBlock
 from torchmn.comm.routes.base import Route
@@ -30,9 +31,10 @@ class PureNcclRoute(Route):
             )
         if not transport.supports_nccl:
             raise UnsupportedError(
-                f"pure_nccl needs a GPU for each of the {self.size} ranks, and some share one, "
-                "which NCCL refuses, or this build of torch has no NCCL. Use 'auto', "
-                "'single_node' or 'hierarchical', which then send through host memory."
+                f"pure_nccl needs a GPU for each of the {self.size} ranks, and some share one "
+                f"({SHARE_GPU_VARIABLE}=1 lets them, for tests), or this build of torch has no "
+                "NCCL. Use 'auto', 'single_node' or 'hierarchical', which then send through host "
+                "memory."
             )
 
     def _sum_(self, block: ReduceBlock, algorithm: AllReduceAlgorithm) -> None:

@@ -20,7 +20,6 @@ import math
 import os
 import sys
 import threading
-import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -42,6 +41,7 @@ from torchmn.base.torch_private import (
     source_rank,
     start_coalescing,
 )
+from torchmn.base.warn import warn
 from torchmn.comm.transports.base import (
     MAX_DIRECT_RANKS,
     Message,
@@ -283,11 +283,9 @@ class TorchDistributedTransport(Transport):
             limit_s = min(self._timeout_s, _CLOSE_S)
             if _run_within(limit_s, nccl.shutdown):  # waits for the other ranks of this node
                 return
-            warnings.warn(
+            warn(
                 f"Another rank of this node has not closed its NCCL communicator within "
                 f"{limit_s:g} s: this one is aborted. Call comm.finalize() on all ranks.",
-                RuntimeWarning,
-                stacklevel=2,
             )
         _run_within(_ABORT_S, nccl.abort)
 

@@ -18,7 +18,6 @@ import os
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -26,8 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchmn.base.errors import LaunchError, TimeLimitError, UnsupportedError
+from torchmn.base.errors import LaunchError, PerformanceWarning, TimeLimitError, UnsupportedError
+from torchmn.base.log import Log
 from torchmn.base.terminal import say
+from torchmn.base.warn import warn
 from torchmn.cluster.environment_variables import EXIT_TIMEOUT_VARIABLE
 from torchmn.cluster.units import GiB, KiB
 from torchmn.comm.transports.base import (
@@ -91,13 +92,12 @@ class MpiTransport(Transport):
         transport = cls(comm)
         transport._wait([request], TimeLimit(timeout_s), "joining MPI.COMM_WORLD")
         if not transport.is_threaded and transport.rank == 0:
-            warnings.warn(
+            warn(
                 "MPI was initialized below THREAD_SERIALIZED, so no second thread may call it: "
                 "gradients are exchanged after backward instead of during it. Create the "
                 "communicator before importing mpi4py.MPI, or set mpi4py.rc.thread_level = "
                 "'serialized'.",
-                RuntimeWarning,
-                stacklevel=2,
+                PerformanceWarning,
             )
         return transport
 
@@ -296,9 +296,12 @@ def _leave(mpi: Any) -> None:
             _abort(mpi, 1)
         if waited_s > _NOTE_AFTER_S and not has_noted and rank in (0, size - 1):
             has_noted = True
-            say(
-                f"rank {rank} of {size} has reached the end of its script and waits for the other "
-                "ranks to do so (TORCHMN_EXIT_TIMEOUT_S sets a limit)."
+            Log(__name__, rank=rank, size=size).warning(
+                "rank %d of %d has reached the end of its script and waits for the other ranks to "
+                "do so (%s sets a limit).",
+                rank,
+                size,
+                EXIT_TIMEOUT_VARIABLE,
             )
         time.sleep(0.001 if waited_s < 1 else 0.01)
     mpi.Finalize()

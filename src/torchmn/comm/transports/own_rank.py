@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import warnings
 
 import torch.distributed as dist
 
-from torchmn.base.errors import TopologyError
+from torchmn.base.errors import ResultWarning, TopologyError
+from torchmn.base.warn import warn
 from torchmn.cluster.launcher_env import LauncherInfo, read_launcher_env
 
 _GROUP = "init_process_group()"
@@ -57,11 +57,10 @@ def warn_if_alone_among_children() -> None:
     """Warn in a child of multiprocessing that has MASTER_ADDR but no rank."""
     address = os.environ.get("MASTER_ADDR")
     if address and not os.environ.get("RANK") and multiprocessing.parent_process() is not None:
-        warnings.warn(
+        warn(
             f"{multiprocessing.current_process().name} makes a communicator of this process alone, "
             f"rank 0 of 1: MASTER_ADDR={address} is set, but it has no rank. To train with the "
             "processes beside it, call torch.distributed.init_process_group(rank=, world_size=) "
             "before create_communicator(), or start the ranks with torchmn run or launch_local.",
-            RuntimeWarning,
-            stacklevel=6,
+            ResultWarning,
         )

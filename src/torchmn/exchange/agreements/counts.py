@@ -13,18 +13,33 @@ _MAX_STEPS = 64
 
 
 class NumExchanges(Agreement):
-    """The number of exchanges before this one since the buckets were laid out."""
+    """Whose exchange this is, and how many it made before since its buckets were laid out.
+
+    Args:
+        owner: the number of the optimizer, which is the same on all ranks.
+    """
 
     agrees_if_equal = True
+    num_values = 2
     num = 0
+
+    def __init__(self, owner: int) -> None:
+        self._owner = owner
 
     def contribute(self, context: PassContext) -> Sequence[float]:
         """See `Agreement.contribute`."""
-        return (float(self.num % _MODULUS),)
+        return float(self.num % _MODULUS), float(self._owner % _MODULUS)
 
     def check(self, context: PassContext) -> None:
         """See `Agreement.check`."""
-        (count,), (total,), size = self.own, self.sums, self.comm.size
+        (count, owner), (total, owners), size = self.own, self.sums, self.comm.size
+        if owners != owner * size:
+            raise CommunicationError(
+                f"{self.comm.rank_label}: gradients of different optimizers were added over ranks, "
+                "for the ranks exchanged them in different orders. Backward passes must reach the "
+                "parameters of the optimizers in the same order on all ranks. If ranks train "
+                "different parts of a model, use one optimizer with a parameter group for each."
+            )
         if total != count * size:
             raise CommunicationError(
                 f"{self.comm.rank_label}: the ranks are at different exchanges of gradients: this "

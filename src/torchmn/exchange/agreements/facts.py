@@ -7,12 +7,20 @@ from operator import attrgetter
 
 from torch import Tensor
 
+from torchmn.base.errors import RankMismatchError
 from torchmn.exchange.agreements.base import Agreement, PassContext
 from torchmn.exchange.buckets import Slot
 from torchmn.exchange.finiteness import Finiteness
 from torchmn.exchange.gradient_norms import own_terms, total_of
 
 _has_gradient = attrgetter("has_gradient")
+
+NO_JOINT_PASS = (
+    "several optimizers share a backward pass, which a rank has left out in this step. They "
+    "exchange in the order in which the pass reaches the parameters, and that rank does not know "
+    "it. Call backward() on all ranks: a batch of 0 rows will do. Or use one optimizer with a "
+    "parameter group for each."
+)
 
 
 class FiniteGradients(Agreement):
@@ -60,7 +68,7 @@ class Presence(Agreement):
 
 
 class LateRanks(Agreement):
-    """Whether a rank makes this exchange in `step`, or in a pass of several optimizers.
+    """Whether a rank makes this exchange in `step`, or in a pass that several optimizers share.
 
     Late ranks, which make it in `step`, take over the gradients of another rank; see
     `share_with_late_ranks`. One object for each set of buckets.
@@ -77,11 +85,6 @@ class LateRanks(Agreement):
         """Whether some of the active ranks are late, but not all of them."""
         return 0 < round(self.sums[0]) < self.num_active
 
-    @property
-    def are_joint(self) -> bool:
-        """Whether, on any rank, other optimizers exchange in the same backward pass."""
-        return self.sums[1] > 0
-
     def note(self, *, is_late: bool, has_gradients: bool, is_joint: bool) -> None:
         """Set the facts of this rank for the exchange that it is about to make."""
         self.is_late, self.has_gradients, self._is_joint = is_late, has_gradients, is_joint
@@ -90,6 +93,12 @@ class LateRanks(Agreement):
     def contribute(self, context: PassContext) -> Sequence[float]:
         """See `Agreement.contribute`."""
         return float(self.is_late and context.is_active), float(self._is_joint)
+
+    def check(self, context: PassContext) -> None:
+        """See `Agreement.check`: late ranks do not know in which order a joint pass exchanges."""
+        are_some_without_data = 0 < self.num_active < self.comm.size
+        if self.sums[1] and (self.are_some_late or are_some_without_data):
+            raise RankMismatchError(f"{self.comm.rank_label}: {NO_JOINT_PASS}")
 
 
 class MeasuredNorms(Agreement):

@@ -14,10 +14,10 @@ whenever they are counted. Nothing is compared if ranks may have different numbe
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 
-from torchmn.base.errors import RankMismatchError, UsageError
+from torchmn.base.errors import RankMismatchError, ResultWarning, UsageError
+from torchmn.base.warn import warn
 from torchmn.cluster.units import counted
 from torchmn.comm.collectives import allgather_for
 from torchmn.exchange.agreements.base import Agreement, PassContext
@@ -102,7 +102,7 @@ class ReceivedBatches(Agreement):
         if any(row[4] for row in found):
             raise UsageError(text)
         self._has_warned = True
-        warnings.warn(text, stacklevel=2)  # too late to be refused
+        warn(text, ResultWarning)  # too late to be refused
 
 
 def _described(share: Share | None) -> str:

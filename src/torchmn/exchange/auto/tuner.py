@@ -26,7 +26,6 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from torchmn.base.names import DOUBLE_BUFFERING
-from torchmn.base.terminal import say
 from torchmn.cluster.units import MiB
 from torchmn.comm.codecs import ErrorFeedback, create_codec
 from torchmn.comm.codecs.codec_timing import measure_codec
@@ -88,12 +87,6 @@ class Trial:
 
     plan: Plan
     step_s: float
-
-
-def report_to_stderr(text: str) -> None:
-    """Print lines to stderr with the prefix ``torchmn:``."""
-    for line in text.splitlines():
-        say(line)
 
 
 class Autotuner(Schedule):
@@ -268,9 +261,7 @@ class Autotuner(Schedule):
     def _decide(self, plan: Plan, why: str) -> None:
         self.plan, self._trying = plan, None
         self.reason = f"{plan}\n{why}"
-        comm = self._reducer.comm
-        if comm.rank == 0:
-            report_to_stderr(f"auto selected {self.reason}")
+        self._reducer.comm.logger(__name__).info("auto selected %s", self.reason)
         self._use(plan)
 
     def _check_drift(self) -> None:

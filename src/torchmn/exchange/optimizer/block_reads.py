@@ -12,7 +12,6 @@ warning about `state_dict` waits for the next step.
 from __future__ import annotations
 
 import atexit
-import warnings
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -20,6 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchmn.base.errors import ResultWarning
+from torchmn.base.warn import warn
 from torchmn.comm import Communicator
 from torchmn.exchange.model_hooks import ModelHooks
 from torchmn.exchange.schedules.base import Schedule
@@ -83,4 +84,4 @@ class BlockReads:
 
 def _warn(owed: list[str]) -> None:
     if owed:
-        warnings.warn(owed.pop(), stacklevel=4)
+        warn(owed.pop(), ResultWarning)

@@ -182,6 +182,9 @@ def create_multi_node_optimizer(
     pushes = isinstance(chosen, ParameterServer)  # between all ranks
     if codec is not None and not (pushes or isinstance(chosen, Autotuner)):
         warn_if_it_encodes_nothing(form, comm)
+    comm.logger(__name__).debug(
+        "optimizer: %s, %s", type(chosen).__name__, "float32" if form is None else form.name
+    )
     return made
 
 

@@ -32,7 +32,7 @@ from torchmn.base.errors import RankMismatchError, UnsupportedError, UsageError
 from torchmn.base.names import CodecName
 from torchmn.base.torch_private import GradBucket, PrefixStore, store_of
 from torchmn.cluster import Topology
-from torchmn.cluster.gpus import may_share_gpus
+from torchmn.cluster.gpus import may_share_gpus, shared_gpu_problem
 from torchmn.comm import Communicator
 from torchmn.comm.allreduce import ReduceBlock
 from torchmn.comm.codecs import Codec, Layout
@@ -353,14 +353,14 @@ def _connect(group: Any, device: torch.device, timeout_s: float) -> Communicator
     store.set(f"rank{rank}", f"{socket.gethostname()} {gpu}")
     found = [store.get(f"rank{peer}").decode().split(" ") for peer in range(size)]
     hosts = tuple(host for host, _ in found)
+    num_gpus = len({gpu for _, gpu in found})
     transport = TorchDistributedTransport(
         store,
         rank,
         size,
         timeout_s=timeout_s,
         cuda_device=cuda_device,
-        # NCCL works if no two ranks share a GPU, or if it was configured for that.
-        supports_nccl=len({gpu for _, gpu in found}) == size or may_share_gpus(os.environ),
+        supports_nccl=not shared_gpu_problem(size, num_gpus, may_share=may_share_gpus(os.environ)),
     )
     return Communicator(
         FlatRoute, transport, Topology(hosts), device=device, timeout_s=timeout_s, trust=Trust()

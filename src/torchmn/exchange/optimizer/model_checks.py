@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchmn.base.errors import UnsupportedError, UsageError
+from torchmn.base.errors import PerformanceWarning, ResultWarning, UnsupportedError, UsageError
 from torchmn.base.torch_private import Dropout
+from torchmn.base.warn import warn
 from torchmn.comm import Communicator
 from torchmn.data import rank_seeds
 from torchmn.exchange.buckets import NamedParameter
@@ -43,13 +43,12 @@ def warn_of_untrained_parameters(comm: Communicator, untrained: Sequence[NamedPa
     if trainable and comm.rank == 0:
         more = f" and {len(trainable) - 1} more" if len(trainable) > 1 else ""
         megabytes = sum(parameter.nbytes for _, parameter in trainable) / 1e6
-        warnings.warn(
+        warn(
             f"{comm.rank_label}: '{trainable[0][0]}'{more} require a gradient, but no multi-node "
             f"optimizer trains them: {megabytes:.3g} MB are exchanged at each step for nothing "
             "but gradients that are the same on all ranks. Freeze them by requires_grad_(False), "
             "or give them to the optimizer.",
-            RuntimeWarning,
-            stacklevel=3,
+            PerformanceWarning,
         )
 
 
@@ -98,11 +97,11 @@ def compare_random_numbers(comm: Communicator, models: Sequence[nn.Module]) -> N
     rank_seeds.follow(gathered[0][1])
     processes = dict(own for own, _ in gathered)
     if comm.rank == 0 and is_drawn and len(processes) > len(set(processes.values())):
-        warnings.warn(
+        warn(
             f"{comm.rank_label}: the model has dropout, and ranks will draw the same masks, as "
             "after torch.manual_seed with one seed on all of them. Call "
             "torchmn.seed_ranks(seed, comm) instead.",
-            stacklevel=3,
+            ResultWarning,
         )
 
 

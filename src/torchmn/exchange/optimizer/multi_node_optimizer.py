@@ -211,12 +211,11 @@ class MultiNodeOptimizer(WrappedOptimizer):
 
         A rank without a backward pass takes part with zeros, and then takes over the gradients of
         another rank as they are now, for instance clipped. Where it cannot (shards of parameters,
-        optimizers that share a backward pass, double buffering), the other ranks raise
-        RankMismatchError if their script has changed them: use `skip_backward` there. The loss of a
-        closure is averaged over ranks (or added, like gradients), so that optimizers that use it
-        (LBFGS) decide the same on all ranks. Under local updates ranks may make different numbers
-        of steps: they exchange when their samples fill a block, and the loss of a closure is the
-        rank's own.
+        double buffering), the other ranks raise RankMismatchError if their script has changed them:
+        use `skip_backward` there. The loss of a closure is averaged over ranks (or added, like
+        gradients), so that optimizers that use it (LBFGS) decide the same on all ranks. Under local
+        updates ranks may make different numbers of steps: they exchange when their samples fill a
+        block, and the loss of a closure is the rank's own.
 
         Raises:
             UsageError: the last backward pass raised, or another optimizer took the parameters.
@@ -272,8 +271,8 @@ class MultiNodeOptimizer(WrappedOptimizer):
         part in the exchange, which is too late for a GradScaler. (A scaler that has not scaled a
         loss yet needs ``scaler.scale(torch.zeros(()))`` before its first step.)
 
-        If several optimizers share a backward pass, call it in the order in which that pass
-        computes their gradients: first for the optimizer of the last layers.
+        Raises UsageError: other optimizers exchange gradients in the same backward pass, which then
+        needs a batch of 0 rows on this rank.
         """
         reducer = self.reducer
         own = reducer.contribution

@@ -17,7 +17,6 @@ Computation in DiLoCo*, 2025, which do the same with blocks and keep the own par
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -27,8 +26,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchmn.base.compiling import not_compiled
-from torchmn.base.errors import UsageError
+from torchmn.base.errors import PerformanceWarning, UsageError
 from torchmn.base.torch_private import functorch_level, is_tracing
+from torchmn.base.warn import warn
 from torchmn.exchange.model_hooks import ModelHooks
 from torchmn.exchange.replica_divergence import bits_of
 from torchmn.exchange.replicas import parameters_of
@@ -198,12 +198,12 @@ class EagerStep(LateMeans):
         return [name for (name, _, _), flag in zip(before, flags, strict=True) if flag]
 
     def _warn(self) -> None:
-        warnings.warn(
+        warn(
             f"{self._rank_label}: DoubleBuffering(eager=True) has no effect on some passes: they "
             "did not begin with a call of the model, or a module of it. Call modules, with "
             "gradients enabled, before parameters are used, and not inside of torch.func or of a "
             "function that is compiled together with backward().",
-            stacklevel=2,
+            PerformanceWarning,
         )
 
 

@@ -6,15 +6,15 @@ not inside ``update()``: the user's clipping and unscaling see it.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchmn.base.errors import RankMismatchError
+from torchmn.base.errors import PerformanceWarning, RankMismatchError, ResultWarning
 from torchmn.base.names import EVERY_STEP
+from torchmn.base.warn import warn
 from torchmn.cluster.units import listed
 from torchmn.comm.collectives import allgather_for
 from torchmn.exchange.reducer import GradientReducer
@@ -63,11 +63,11 @@ class EveryStep(Schedule):
             return
         self._has_warned = True
         if self._comm.rank == 0:
-            warnings.warn(
+            warn(
                 "More than one backward pass before step(): each one exchanges all gradients. The "
                 "result is right. To exchange once, wrap all passes but the last in "
                 "optimizer.no_sync(), which is exact if their batches have the same size.",
-                stacklevel=2,
+                PerformanceWarning,
             )
 
     def step(self, closure: Callable[[], float] | None) -> float | None:
@@ -106,9 +106,8 @@ _CHANGED = (
 _NOT_SHARED = (
     "gradients were changed between backward() and step(), as by clip_grad_norm_, and a rank "
     "without a backward pass had none to change. It cannot take over these, because ranks hold "
-    "shards of parameters or optimizers share a backward pass. Clip by "
-    "create_multi_node_optimizer(max_grad_norm=...), or call backward() on all ranks: a batch of 0 "
-    "rows will do."
+    "shards of parameters. Clip by create_multi_node_optimizer(max_grad_norm=...), or call "
+    "backward() on all ranks: a batch of 0 rows will do."
 )
 
 
@@ -119,16 +118,14 @@ def share_with_late_ranks(reducer: GradientReducer) -> None:
     optimizer uses its means.
 
     Raises RankMismatchError: on all ranks, if a late rank's own gradients were changed; on a rank
-    that changed its gradients, if they cannot be shared. Shards of parameters cannot, as no other
-    rank has them. Nor can gradients of optimizers that share a backward pass: a late rank exchanges
-    for one optimizer after another, so that its collectives would come in another order.
+    that changed its gradients, if they are of shards of parameters, which no other rank has.
     """
     comm, exchange, local = reducer.comm, reducer.exchange, reducer.local_passes
     if not exchange.are_late_on_some:
         if local.were_changed:
-            warnings.warn(f"{comm.rank_label}: {_CHANGED}", stacklevel=2)
+            warn(f"{comm.rank_label}: {_CHANGED}", ResultWarning)
         return
-    if exchange.parameters.are_sharded or exchange.are_joint:
+    if exchange.parameters.are_sharded:
         if reducer.is_active and not reducer.is_late and exchange.were_changed:
             raise RankMismatchError(f"{comm.rank_label}: {_NOT_SHARED}")
         return

@@ -22,7 +22,7 @@ from torchmn.base.errors import DataError
 from torchmn.cluster.units import grouped
 from torchmn.control.codec import decode_union
 from torchmn.observe.read.recorded_run import Buckets, Clock, Floats, RankRecord, Run, Steps
-from torchmn.observe.read.seeking import STEP, seek, step_range, tail
+from torchmn.observe.read.seeking import MEMORY, STEP, seek, step_range, tail
 from torchmn.record.records import (
     FORMAT,
     PHASES,
@@ -46,6 +46,9 @@ MAX_GRADIENT_TIMES = 8
 _FILE = re.compile(r"rank(\d+)(?:\.(\d+))?\.jsonl")
 _ROUND = re.compile(r"round(\d+)")
 
+_MAX_TAIL_BYTES = 1 << 22  # which hold those of the 10 s between two measurements of memory
+# Lines that are read there although they belong to no step that is.
+_AT_THE_END = (b'"RunEnd"', b'"ClockOffset"', b'"Memory"')
 _decoder = msgspec.json.Decoder(Line)
 _STEP_COLUMNS = (
     *("step", "at_s", "seconds", "samples", "sent_nbytes", "received_nbytes"),
@@ -209,9 +212,12 @@ class _RankReader:
                     break
                 if match is None or int(match[1]) >= first:
                     table.add(text)
-        if index == len(self._paths) - 1:
-            for text in tail(file).splitlines(keepends=True):
-                if b'"RunEnd"' in text[:40] or b'"ClockOffset"' in text[:40]:
+        if index >= len(self._paths) - 2:  # a new file may have no line of these yet
+            # Many windows have lines of memory among them.
+            wanted = MEMORY if len(windows) == 1 else STEP
+            last = tail(file, wanted, max_nbytes=_MAX_TAIL_BYTES)
+            for text in last.splitlines(keepends=True):
+                if any(kind in text[:40] for kind in _AT_THE_END):
                     table.add(text)
 
 

@@ -1,10 +1,12 @@
 """Find steps in a file of records, where they are in order, without reading all of it."""
 
+import math
 import re
 from pathlib import Path
 from typing import BinaryIO
 
 STEP = re.compile(rb'\n[^\n]{0,40}?"step":\s*(\d+)')
+MEMORY = re.compile(rb'\n[^\n]{0,40}?"Memory"')
 _BLOCK = 1 << 14
 
 
@@ -18,8 +20,13 @@ def step_range(path: Path) -> tuple[int, int] | None:
     return first[1], max(int(found[-1]), first[1]) if found else first[1]
 
 
-def tail(file: BinaryIO) -> bytes:
-    """Return the last whole lines of a file, enough to include a step if it has one."""
+def tail(
+    file: BinaryIO, wanted: re.Pattern[bytes] = STEP, *, max_nbytes: float = math.inf
+) -> bytes:
+    """Return the last whole lines of a file, enough to include a wanted one if it has one.
+
+    From ``max_nbytes`` on it is not looked for any further.
+    """
     size = file.seek(0, 2)
     length = _BLOCK
     while True:
@@ -27,7 +34,7 @@ def tail(file: BinaryIO) -> bytes:
         text = file.read(length)
         whole = text if length >= size else text[text.find(b"\n") + 1 :]
         whole = whole[: whole.rfind(b"\n") + 1]
-        if length >= size or STEP.search(b"\n" + whole):
+        if length >= min(size, max_nbytes) or wanted.search(b"\n" + whole):
             return whole
         length *= 4
 

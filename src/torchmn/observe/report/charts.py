@@ -1,21 +1,22 @@
-"""Make the charts of the page, as data for plotly.js, each with a table of the same numbers."""
+"""Make the charts of the page, each with a table of the same numbers."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from torchmn.observe.read.recorded_run import Floats, Integers
+from torchmn.observe.report.drawing import Axis, Drawing, axis_of, axis_of_names
 from torchmn.observe.report.summary import Summary, bits, duration, rank_list
 from torchmn.observe.report.tables import MAX_ROWS, Scaling, Table, links_table, scaling_table
 from torchmn.record.records import PHASES
 
 MAX_BARS = 48
 MAX_LINES = 24
-MAX_BINS = 240
-MAX_HEATMAP_ROWS = 160
-MAX_POINTS = 600
+MAX_BINS = 120
+MAX_HEATMAP_ROWS, MAX_HEATMAP_CELLS = 64, 1920
+MAX_POINTS = 300
+MAX_TITLES = 100  # of a line: what the mouse can show
 MAX_VALUES = 6
 
 # Of the palette of Okabe and Ito, which people with any vision of colors tell apart.
@@ -33,31 +34,21 @@ PHASE_COLORS = {
     "other": "#c7c7c7",
 }
 MEASURED, IDEAL, FITTED = "#0072b2", "#7f7f7f", "#d55e00"
-
-Trace = dict[str, Any]
+LINE_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f")
+# Early ranks are blue, late ones red, in between they are grey.
+EARLY, MIDDLE, LATE = (33, 102, 172), (247, 247, 247), (178, 24, 43)
+NUM_SHADES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """A chart: its text, plotly's traces and layout, and the table beside it."""
+    """A chart: its text, its drawing as HTML, and the table beside it."""
 
     title: str
     description: str
-    traces: Sequence[Trace]
-    layout: dict[str, Any]
+    drawing: str
     table: Table
-    height: int = 320
     is_small: bool = False  # whether several fit beside each other
-
-
-def _lines(name: str, x: Any, y: Any, **style: Any) -> Trace:
-    """Return plotly's trace of a line through points, to which ``style`` adds options."""
-    points = {"x": _rounded(x), "y": _rounded(y)}
-    return {"type": "scatter", "mode": "lines", "name": name, **points, **style}
-
-
-def _axis(title: str = "", **style: Any) -> dict[str, Any]:
-    return {"title": {"text": title}, "automargin": True, **style}
 
 
 def scaling_charts(scaling: Scaling) -> Iterator[Chart]:
@@ -72,24 +63,24 @@ def scaling_charts(scaling: Scaling) -> Iterator[Chart]:
         ("Speed-up", 1.0, [p.speedup for p in points], ""),
         ("Efficiency", 1 / curve, [p.efficiency for p in points], ".0%"),
     ):
-        dash = {"color": IDEAL, "dash": "dash"}
-        traces = [_lines("ideal", curve, scale * curve, line=dash, hoverinfo="skip")]
+        drawing = Drawing(
+            axis_of([0, *sizes], "ranks"),
+            axis_of([0, *measured, *(scale * curve)], spec=tick_format),
+        )
+        drawing.line(curve, scale * curve, IDEAL, dash="dashed")
+        drawing.legend("ideal", IDEAL, dash="dashed")
         if scaling.serial_share is not None:
+            drawing.line(curve, scale * amdahl, FITTED, dash="dotted")
             name = f"Amdahl, serial part {scaling.serial_share:.1%}"
-            dots = {"color": FITTED, "dash": "dot"}
-            traces.append(_lines(name, curve, scale * amdahl, line=dots, hoverinfo="skip"))
-        marker = {"color": MEASURED, "size": 10}
-        traces.append(_lines("measured", sizes, measured, mode="markers", marker=marker))
-        values = zip(sizes, measured, strict=True)
+            drawing.legend(name, FITTED, dash="dotted")
+        values = [f"{value:{tick_format or ',.2f'}}" for value in measured]
+        texts = [f"{n} ranks: {value}" for n, value in zip(sizes, values, strict=True)]
+        drawing.dots(sizes, measured, MEASURED, texts)
+        drawing.legend("measured", MEASURED)
         yield Chart(
             title=title,
-            description=f"{title} over the number of ranks: "
-            + ", ".join(f"{n} ranks {value:{tick_format or ',.2f'}}" for n, value in values),
-            traces=traces,
-            layout={
-                "xaxis": _axis("ranks", tickvals=sorted(set(sizes))),
-                "yaxis": _axis(rangemode="tozero", tickformat=tick_format),
-            },
+            description=f"{title} over the number of ranks: {', '.join(texts)}",
+            drawing=drawing.html(),
             table=scaling_table(scaling),
             is_small=True,
         )
@@ -105,7 +96,7 @@ def run_charts(summary: Summary) -> Iterator[Chart]:
     if summary.links:
         yield _links(summary)
     yield from _values(summary)
-    if any(len(rank.memory[0]) for rank in summary.ranks):
+    if any(rank.memory[1].any() for rank in summary.ranks):
         yield _memory(summary)
 
 
@@ -114,22 +105,25 @@ def _phases_by_rank(summary: Summary) -> Chart:
     totals = means.sum(1)
     shown = [index for index in range(len(PHASES)) if means[:, index].any()]
     shares = [f"{PHASES[i]} {means[:, i].mean() / totals.mean():.0%}" for i in shown]
+    tops = 1e3 * np.cumsum(means, axis=1)
+    short = [name.removeprefix("rank ") for name in names]
+    title = "rank" if short != names else ""
+    drawing = Drawing(axis_of_names(short, title), axis_of([0, *tops[:, -1]], "ms"))
+    for index in shown:
+        bars = [
+            (
+                (row + 0.1, row + 0.9, tops[row, index] - 1e3 * seconds, tops[row, index]),
+                f"{names[row]}: {PHASES[index]} {1e3 * seconds:.2f} ms",
+            )
+            for row, seconds in enumerate(means[:, index])
+        ]
+        drawing.bars(bars, PHASE_COLORS[PHASES[index]])
+        drawing.legend(PHASES[index], PHASE_COLORS[PHASES[index]])
     return Chart(
         title=f"Where the time of a step goes, by {what}",
         description=f"Mean milliseconds of each phase, by {what}. Shares over all: "
         f"{', '.join(shares)}. The longest step is that of {names[int(totals.argmax())]}.",
-        traces=[
-            {
-                "type": "bar",
-                "name": PHASES[index],
-                "x": names,
-                "y": _rounded(1e3 * means[:, index]),
-                "marker": {"color": PHASE_COLORS[PHASES[index]]},
-                "hovertemplate": f"%{{x}}<br>{PHASES[index]} %{{y:.2f}} ms<extra></extra>",
-            }
-            for index in shown
-        ],
-        layout={"barmode": "stack", "xaxis": _axis(type="category"), "yaxis": _axis("ms")},
+        drawing=drawing.html(),
         table=_phases_table(what, names[:MAX_ROWS], means, shown),
     )
 
@@ -167,32 +161,38 @@ def _phases_over_time(summary: Summary) -> Chart:
     totals = values.sum(1)
     parts = _bins(len(bins), 12)
     means = np.array([values[part].mean(0) for part in parts])
+    tops = 1e3 * np.cumsum(values, axis=1)
+    drawing = Drawing(axis_of(steps, "step"), axis_of([0, *tops[:, -1]], "ms"))
+    for index in shown:
+        color = PHASE_COLORS[PHASES[index]]
+        lower = (tops[:, index] - 1e3 * values[:, index]).tolist()
+        drawing.area(steps, lower, tops[:, index].tolist(), color)
+        drawing.legend(PHASES[index], color)
+    titles = [
+        "\n".join(
+            [
+                f"step {step:,}: {duration(float(row.sum()))}",
+                *(f"{PHASES[index]} {1e3 * row[index]:.2f} ms" for index in shown),
+            ]
+        )
+        for step, row in zip(steps, values, strict=True)
+    ]
+    drawing.columns(steps, titles)
     return Chart(
         title="Where the time of a step goes, over the run",
         description="Mean milliseconds of each phase over all ranks, by step. The mean step lasts "
         f"{duration(float(totals[0]))} at first and {duration(float(totals[-1]))} at last, "
         f"{duration(float(totals.max()))} at most around step {steps[int(totals.argmax())]:,}.",
-        traces=[
-            _lines(
-                PHASES[index],
-                steps,
-                1e3 * values[:, index],
-                stackgroup="phases",
-                line={"width": 0},
-                fillcolor=PHASE_COLORS[PHASES[index]],
-            )
-            for index in shown
-        ],
-        layout={"hovermode": "x unified", "xaxis": _axis("step"), "yaxis": _axis("ms")},
+        drawing=drawing.html(),
         table=_phases_table("from step", [f"{steps[part[0]]:,}" for part in parts], means, shown),
     )
 
 
 def _lateness(summary: Summary) -> Chart:
     late = 1e3 * summary.lateness_s
-    columns = _bins(len(late), MAX_BINS)
-    by_step = np.array([late[part].mean(0) for part in columns])  # (bins, ranks)
     rows = _bins(len(summary.ranks), MAX_HEATMAP_ROWS)
+    columns = _bins(len(late), min(MAX_BINS, MAX_HEATMAP_CELLS // len(rows)))
+    by_step = np.array([late[part].mean(0) for part in columns])  # (bins, ranks)
     picture = []
     for part in rows:  # of a group of ranks the one that is late the most
         group = by_step[:, part]
@@ -202,29 +202,29 @@ def _lateness(summary: Summary) -> Chart:
     means, spread = late[summary.num_warmup :].mean(0), late[summary.num_warmup :].max(0)
     order = np.argsort(means)[::-1]
     worst = int(order[0])
+    names = [rank_list(ranks).split(" ", 1)[1] for ranks in numbers]
+    drawing = Drawing(
+        axis_of(summary.step, "step"),
+        axis_of_names(names, "rank", is_reversed=True),
+        height=max(100, min(520, 24 * len(rows))),
+    )
+    drawing.cells(
+        [[shade(value / limit) for value in row.tolist()] for row in picture],
+        [
+            f"rank {name}: {row.mean():.2f} ms late on average, {row.max():.2f} ms at most"
+            for name, row in zip(names, picture, strict=True)
+        ],
+    )
+    shades = ", ".join(shade(share) for share in (-1.0, 0.0, 1.0))
+    drawing.legend(
+        f"{limit:.2f} ms early to {limit:.2f} ms late", f"linear-gradient(90deg, {shades})"
+    )
     return Chart(
         title="Which rank is late, and when",
         description="How many milliseconds later than the median rank each was ready for the "
         f"exchange, by step. {rank_list([summary.ranks[worst].start.rank])} is late the most, by "
         f"{means[worst]:.2f} ms on average.",
-        traces=[
-            {
-                "type": "heatmap",
-                "x": [int(summary.step[part][0]) for part in columns],
-                "y": [rank_list(ranks).split(" ", 1)[1] for ranks in numbers],
-                "z": [_rounded(row) for row in picture],
-                "zmin": -_rounded([limit])[0],
-                "zmax": _rounded([limit])[0],
-                "colorscale": [[0, "#2166ac"], [0.5, "#f7f7f7"], [1, "#b2182b"]],
-                "colorbar": {"title": {"text": "ms late"}, "thickness": 12},
-                "hovertemplate": "rank %{y}, step %{x}<br>%{z:.2f} ms<extra></extra>",
-            }
-        ],
-        layout={
-            "xaxis": _axis("step"),
-            "yaxis": _axis("rank", type="category", autorange="reversed"),
-        },
-        height=max(220, min(640, 120 + 22 * len(rows))),
+        drawing=drawing.html(),
         table=Table(
             columns=("rank", "host", "late on average", "late at most", "own time of a step"),
             rows=[
@@ -245,28 +245,33 @@ def _links(summary: Summary) -> Chart:
     links = summary.busiest_links[:MAX_BARS]
     names = [f"{link.source} to {link.target}" for link in links]
     measured = [8e-9 * link.bytes_per_s for link in links]
-    known = [link for link in links if link.nominal_bytes_per_s]
-    nominal = {
-        "type": "scatter",
-        "mode": "markers",
-        "name": "nominal",
-        "y": [f"{link.source} to {link.target}" for link in known],
-        "x": _rounded([8e-9 * (link.nominal_bytes_per_s or 0.0) for link in known]),
-        "marker": {"symbol": "line-ns-open", "size": 16, "color": FITTED},
-    }
-    bars: Trace = {"type": "bar", "orientation": "h", "name": "measured", "y": names}
-    bars |= {"x": _rounded(measured), "marker": {"color": MEASURED}}
+    known = [8e-9 * (link.nominal_bytes_per_s or 0.0) for link in links]
+    finite = [rate for rate in (*measured, *known) if np.isfinite(rate)]
+    drawing = Drawing(
+        axis_of([0, *finite], "Gb/s while busy"),
+        Axis(low=len(links), high=0, ticks=[]),
+        height=40 * len(links),
+    )
+    bars = [
+        ((0, rate, row + 0.55, row + 0.9), f"{name}: {rate:.3g} Gb/s")
+        for row, (name, rate) in enumerate(zip(names, measured, strict=True))
+        if np.isfinite(rate)
+    ]
+    drawing.bars(bars, MEASURED)
+    drawing.legend("measured", MEASURED)
+    for row, (name, rate) in enumerate(zip(names, known, strict=True)):
+        drawing.label(row, name)
+        if rate:
+            title = f"{name}: {rate:.3g} Gb/s nominal"
+            drawing.line([rate, rate], [row + 0.45, row + 1.0], FITTED, title=title)
+    if any(known):
+        drawing.legend("nominal", FITTED)
     shown = zip(names[:8], links, strict=False)
     return Chart(
         title="Links between hosts",
         description="Rates from host to host while gradients are exchanged: "
         + ", ".join(f"{n} {bits(each.bytes_per_s)}" for n, each in shown),
-        traces=[bars, nominal] if known else [bars],
-        layout={
-            "xaxis": _axis("Gb/s while busy", rangemode="tozero"),
-            "yaxis": _axis(type="category", autorange="reversed"),
-        },
-        height=max(200, 110 + 26 * len(links)),
+        drawing=drawing.html(),
         table=links_table(summary),
     )
 
@@ -289,23 +294,22 @@ def _values(summary: Summary) -> Iterator[Chart]:
         axes = [("step", steps.astype(np.float64)), ("seconds", seconds)]
         if np.isfinite(samples):
             axes.insert(1, ("samples", (steps + 1.0) * samples))
-        buttons = [
-            {
-                "label": label,
-                "method": "update",
-                "args": [{"x": [_rounded(x)]}, {"xaxis.title.text": label}],
-            }
-            for label, x in axes
+        drawing = Drawing(axis_of(steps, "step"), axis_of(means))
+        if len(steps) > 1:
+            drawing.line(steps, means, MEASURED)
+        titled = [part[-1] for part in _bins(len(steps), MAX_TITLES)]
+        titles = [
+            ", ".join(f"{label} {x[row]:,.6g}" for label, x in axes) + f": {means[row]:.5g}"
+            for row in titled
         ]
-        place = {"x": 0, "xanchor": "left", "y": 1.18, "pad": {"t": 0}}
-        menu = {"type": "buttons", "direction": "right", **place, "buttons": buttons}
-        mode = "lines" if len(steps) > 1 else "markers"
+        if len(steps) == 1:
+            drawing.dots(steps, means, MEASURED, titles)
+        drawing.columns(steps[titled].tolist(), titles)
         yield Chart(
             title=name,
             description=f"{name}, mean over ranks: {means[0]:.4g} at step {steps[0]:,}, "
             f"{means[-1]:.4g} at step {steps[-1]:,}.",
-            traces=[_lines(name, steps, means, mode=mode, line={"color": MEASURED})],
-            layout={"xaxis": _axis("step"), "yaxis": _axis(), "updatemenus": [menu]},
+            drawing=drawing.html(),
             table=Table(
                 columns=(*(label for label, _ in axes), name),
                 rows=[
@@ -318,27 +322,35 @@ def _values(summary: Summary) -> Iterator[Chart]:
 
 
 def _memory(summary: Summary) -> Chart:
-    ranks = [rank for rank in summary.ranks if len(rank.memory[0])]
+    ranks = [rank for rank in summary.ranks if rank.memory[1].any()]
     ranks = sorted(ranks, key=lambda rank: -rank.memory[1].max())[:MAX_LINES]
-    traces, rows = [], []
-    for rank in sorted(ranks, key=lambda rank: rank.start.rank):
+    lines, rows = [], []
+    for number, rank in enumerate(sorted(ranks, key=lambda rank: rank.start.rank)):
         at_s, process, device = rank.memory
         chosen = np.array([part[-1] for part in _bins(len(at_s), MAX_POINTS // 4)])
         seconds = at_s[chosen] - rank.start.at_s
-        for kind, nbytes, dash in (("", process, "solid"), (", device", device, "dot")):
+        color = LINE_COLORS[number % len(LINE_COLORS)]
+        for kind, nbytes, dash in (("", process, ""), (", device", device, "dotted")):
             if not nbytes.any():
                 continue
             used = nbytes[chosen] / 1e9
             name = f"{rank.start.rank}{kind}"
-            traces.append(_lines(f"rank {name}", seconds, used, line={"dash": dash}))
-            sizes = (f"{each:.2f} GB" for each in (used[0], used.max(), used[-1]))
+            sizes = [f"{each:.2f} GB" for each in (used[0], used.max(), used[-1])]
             rows.append((name, rank.start.host, *sizes))
+            title = f"rank {name}: {sizes[1]} at most, {sizes[2]} at last"
+            lines.append((seconds, used, color, dash, title))
+    drawing = Drawing(
+        axis_of(np.concatenate([seconds for seconds, *_ in lines]), "seconds"),
+        axis_of([0, *np.concatenate([used for _, used, *_ in lines])], "GB"),
+    )
+    for seconds, used, color, dash, title in lines:
+        drawing.line(seconds, used, color, dash=dash, title=title)
+        drawing.legend(title.partition(":")[0], color, dash=dash)
     return Chart(
         title="Memory",
         description="Gigabytes over the run, by rank; the most is "
         f"{max(rank.memory[1].max() for rank in ranks) / 1e9:.2f} GB.",
-        traces=traces,
-        layout={"xaxis": _axis("seconds"), "yaxis": _axis("GB", rangemode="tozero")},
+        drawing=drawing.html(),
         table=Table(columns=("rank", "host", "at first", "at most", "at last"), rows=rows),
         is_small=True,
     )
@@ -348,7 +360,9 @@ def _bins(count: int, limit: int) -> list[Integers]:
     return [part for part in np.array_split(np.arange(count), min(count, limit)) if len(part)]
 
 
-def _rounded(values: Any) -> list[Any]:
-    """Round to five digits, so that the page stays small; None for what is not finite."""
-    numbers = np.asarray(values, dtype=np.float64).tolist()
-    return [float(f"{value:.5g}") if np.isfinite(value) else None for value in numbers]
+def shade(share: float) -> str:
+    """Return the color of a lateness, from -1 to 1 of the most that has a shade of its own."""
+    level = round(NUM_SHADES * max(-1.0, min(1.0, share))) / NUM_SHADES
+    end = LATE if level > 0 else EARLY
+    mixed = [round(m + abs(level) * (e - m)) for m, e in zip(MIDDLE, end, strict=True)]
+    return f"#{mixed[0]:02x}{mixed[1]:02x}{mixed[2]:02x}"

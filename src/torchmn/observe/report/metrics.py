@@ -1,10 +1,11 @@
-"""Write the state of a run as OpenMetrics text, which Prometheus' node exporter reads."""
+"""Write the state of a run as Prometheus text, which its node exporter reads from a file."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
-from torchmn.base.errors import UsageError
+from torchmn.base.errors import UsageError, require
 from torchmn.base.private_files import write_whole
 from torchmn.observe.read.run_reader import read_run
 from torchmn.observe.report.summary import Summary, summarize
@@ -19,7 +20,8 @@ def write_metrics(path: Path, file: Path) -> None:
     """Write phases, step, lateness and memory of each rank over its last steps to a file.
 
     The file is replaced as a whole, so that a collector never reads half of it. Raises DataError:
-    the run cannot be read; UsageError: the file cannot be written.
+    the run cannot be read; UsageError: the file cannot be written; UnsupportedError: there is no
+    ``prometheus_client``.
     """
     if "/" not in str(file) and re.fullmatch(r"[+-]?\d+|.*:.*", str(file)):
         raise UsageError(
@@ -27,32 +29,41 @@ def write_metrics(path: Path, file: Path) -> None:
             "textfile collector of Prometheus' node exporter: `while sleep 15; do torchmn report "
             f"RUN --metrics run.prom; done`; ./{file} if it is the name of a file."
         )
-    text = _text(summarize(read_run(path, last_steps=LAST_STEPS)))
+    client = require("prometheus_client", "--metrics", "torchmn[report]")
+    text = client.generate_latest(_Registry(summarize(read_run(path, last_steps=LAST_STEPS))))
     try:
-        write_whole(file, text.encode(), mode=0o666)
+        write_whole(file, text, mode=0o666)
     except OSError as error:
         raise UsageError(f"The file {str(file)!r} cannot be written: {error.strerror}.") from None
 
 
-def _text(summary: Summary) -> str:
-    lines: list[str] = []
+class _Registry:
+    """The metrics of a run, as ``prometheus_client`` asks for them."""
 
-    def family(name: str, kind: str, what: str, rows: Rows) -> None:
-        lines.append(f"# TYPE torchmn_{name} {kind}")
-        unit = next((u for u in ("seconds", "bytes") if name.endswith(f"_{u}")), None)
-        if unit:
-            lines.append(f"# UNIT torchmn_{name} {unit}")
-        lines.append(f"# HELP torchmn_{name} {what}")
-        suffix = "_total" if kind == "counter" else ""
-        for labels, value in rows:
-            text = ",".join(f'{key}="{_escaped(each)}"' for key, each in labels.items())
-            lines.append(f"torchmn_{name}{suffix}{{{text}}} {value:.9g}")
+    def __init__(self, summary: Summary) -> None:
+        self._summary = summary
 
+    def collect(self) -> Iterator[Any]:
+        """Return the families of metrics, each with its samples."""
+        core = require("prometheus_client.core", "--metrics", "torchmn[report]")
+        kinds = {"counter": core.CounterMetricFamily, "gauge": core.GaugeMetricFamily}
+        for name, kind, what, rows in _families(self._summary):
+            samples = list(rows)
+            labels = list(samples[0][0]) if samples else []
+            family = kinds[kind](f"torchmn_{name}", what, labels=labels)
+            for values, value in samples:
+                texts = [each.encode(errors="replace").decode() for each in values.values()]
+                family.add_metric(texts, value)
+            yield family
+
+
+def _families(summary: Summary) -> Iterator[tuple[str, str, str, Rows]]:
+    """Return name, kind, description and samples of each metric."""
     names = [{"rank": str(r.start.rank), "host": r.start.host} for r in summary.ranks]
     means = summary.mean_phases
     late = summary.lateness_s[summary.num_warmup :].mean(0)
     own = f"mean of the last {len(summary.steady)} steps"
-    family(
+    yield (
         "phase_seconds",
         "gauge",
         f"Time of a phase of a step, {own}",
@@ -62,14 +73,15 @@ def _text(summary: Summary) -> str:
             for index, phase in enumerate(PHASES)
         ),
     )
-    family("step_seconds", "gauge", f"Time of a step, {own}", zip(names, means.sum(1), strict=True))
-    family(
+    step = zip(names, means.sum(1), strict=True)
+    yield "step_seconds", "gauge", f"Time of a step, {own}", step
+    yield (
         "late_seconds",
         "gauge",
         f"How much later than the median rank it is ready for the exchange, {own}",
         zip(names, late, strict=True),
     )
-    family(
+    yield (
         "memory_bytes",
         "gauge",
         "Memory of the process, and of its device",
@@ -80,7 +92,7 @@ def _text(summary: Summary) -> str:
             if len(column)
         ),
     )
-    family(
+    yield (
         "steps",
         "counter",
         "Steps since the record begins",
@@ -89,14 +101,9 @@ def _text(summary: Summary) -> str:
             for name, rank in zip(names, summary.ranks, strict=True)
         ),
     )
+    all_ranks = {"ranks": str(summary.run.size)}
     if summary.samples_per_s is not None:
-        rate = [({"ranks": str(summary.run.size)}, summary.samples_per_s)]
-        family("samples_per_second", "gauge", f"Of all ranks together, {own}", rate)
-    running = [({"ranks": str(summary.run.size)}, float(summary.run.is_running))]
-    family("running", "gauge", "1 while the run is going", running)
-    return "\n".join([*lines, "# EOF", ""])
-
-
-def _escaped(text: str) -> str:
-    text = text.encode(errors="replace").decode()
-    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+        rate = [(all_ranks, summary.samples_per_s)]
+        yield "samples_per_second", "gauge", f"Of all ranks together, {own}", rate
+    running = [(all_ranks, float(summary.run.is_running))]
+    yield "running", "gauge", "1 while the run is going", running

@@ -1,59 +1,47 @@
-"""Write the report as one HTML file that needs no network.
+"""Write the report as one HTML file that needs no network and nothing but a browser."""
 
-Charts are drawn by plotly.js, which the package ``plotly`` brings and which is written into the
-page. It was chosen for one script without other packages, charts as vectors that print well, and
-heatmaps of any size; the script is 4.8 MB of each page.
-"""
-
-import json
 import time
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
 from torchmn import __version__
-from torchmn.base.errors import require
 from torchmn.observe.report.charts import Chart, run_charts, scaling_charts
+from torchmn.observe.report.comparison import Comparison
 from torchmn.observe.report.finding import Finding
 from torchmn.observe.report.summary import Summary, duration
 from torchmn.observe.report.tables import Scaling, Table, placement_table, slow_steps_table
 
 
-def plotly_script() -> str:
-    """Return the text of plotly.js. Raises UnsupportedError: the package is not installed."""
-    offline = require("plotly.offline", "The page (not --text or --json)", "torchmn[report]")
-    return str(offline.get_plotlyjs())
-
-
 def page(
-    reports: Sequence[tuple[Summary, Sequence[Finding]]], scaling: Scaling | None, *, script: str
+    reports: Sequence[tuple[Summary, Sequence[Finding]]],
+    scaling: Scaling | None,
+    compared: Comparison | None,
 ) -> str:
-    """Return the whole page. ``script`` is the text of `plotly_script`."""
+    """Return the whole page."""
     body = _Body()
     body.add("<header><h1>torchmn report</h1>")
     made = time.strftime("%Y-%m-%d %H:%M")
     body.add(f"<p class='muted'>made {made} by torchmn {escape(__version__)}</p></header><main>")
+    if compared is not None:
+        _add_comparison(body, compared)
     largest_first = sorted(reports, key=lambda report: -report[0].run.size)
     for number, (summary, findings) in enumerate(largest_first):
         body.add(f"<section><h2>{escape(_name(summary))}</h2>")
         _add_findings(body, summary, findings)
-        if scaling is not None and number == 0:
+        if scaling is not None and compared is None and number == 0:
             body.add("<h3>Scaling over all runs</h3>")
             body.charts(list(scaling_charts(scaling)), has_one_table=True)
         _add_charts(body, summary)
         body.add("</section>")
     body.add("</main>")
-    charts = json.dumps(body.plots, allow_nan=False).replace("<", "\\u003c")
     style, own_script = (_beside(name) for name in ("page.css", "page.js"))
     return (
         "<!DOCTYPE html>\n<html lang='en'><head><meta charset='utf-8'>"
         "<meta name='viewport' content='width=device-width, initial-scale=1'>"
         "<link rel='icon' href='data:,'>"
         f"<title>torchmn report: {escape(', '.join(_name(s) for s, _ in reports))}</title>"
-        f"<style>{style}</style></head><body>{''.join(body.parts)}"
-        f"<script>{script}</script>"
-        f"<script type='application/json' id='charts'>{charts}</script>"
-        f"<script>{own_script}</script></body></html>\n"
+        f"<style>{style}</style></head><body>{''.join(body.parts)}<script>{own_script}</script></body></html>\n"
     )
 
 
@@ -63,11 +51,10 @@ def _beside(name: str) -> str:
 
 
 class _Body:
-    """Parts of the body, and the charts that are drawn into it."""
+    """Parts of the body."""
 
     def __init__(self) -> None:
         self.parts: list[str] = []
-        self.plots: list[dict[str, object]] = []
 
     def add(self, html: str) -> None:
         self.parts.append(html)
@@ -75,19 +62,15 @@ class _Body:
     def charts(self, charts: Sequence[Chart], *, has_one_table: bool = False) -> None:
         self.add("<div class='grid'>")
         for chart in charts:
-            number = len(self.plots)
             size = "small" if chart.is_small else "wide"
             self.add(
                 f"<figure class='{size}'><figcaption>{escape(chart.title)}</figcaption>"
-                f"<div class='chart' id='chart{number}' role='img' style='height:{chart.height}px' "
-                f"aria-label='{escape(chart.description, quote=True)}'></div>"
+                f"<div class='chart' role='img' "
+                f"aria-label='{escape(chart.description, quote=True)}'>{chart.drawing}</div>"
             )
             if not has_one_table:
                 self.table(chart.table, chart.title)
             self.add("</figure>")
-            self.plots.append(
-                {"traces": list(chart.traces), "layout": chart.layout, "height": chart.height}
-            )
         self.add("</div>")
         if has_one_table and charts:
             self.table(charts[0].table, "the runs")
@@ -144,6 +127,14 @@ def _add_findings(body: _Body, summary: Summary, findings: Sequence[Finding]) ->
     if summary.notes:
         notes = "".join(f"<li>{escape(note)}</li>" for note in summary.notes)
         body.add(f"<h3>About the records</h3><ul class='notes'>{notes}</ul>")
+
+
+def _add_comparison(body: _Body, compared: Comparison) -> None:
+    body.add("<section><h2>B compared with A</h2>")
+    for line in (f"A is {compared.a}", f"B is {compared.b}", *compared.text.splitlines()):
+        body.add(f"<p>{escape(line)}</p>")
+    body.table(compared.table, "the steps of both runs")
+    body.add("</section>")
 
 
 def _add_charts(body: _Body, summary: Summary) -> None:

@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from torchmn.cluster.units import counted
+from torchmn.observe.report.comparison import Comparison
 from torchmn.observe.report.finding import Finding
 from torchmn.observe.report.summary import Summary, duration
 from torchmn.observe.report.tables import (
@@ -26,22 +27,39 @@ COLORS = ("blue", "cyan", "green", "yellow", "red", "magenta", "magenta", "white
 
 
 def show(
-    console: Console, reports: Sequence[tuple[Summary, Sequence[Finding]]], scaling: Scaling | None
+    console: Console,
+    reports: Sequence[tuple[Summary, Sequence[Finding]]],
+    scaling: Scaling | None,
+    compared: Comparison | None,
 ) -> None:
     """Print findings, phases, links and slow steps of each run, and how runs compare."""
     for summary, findings in reports:
         console.print(_run(summary, findings))
-    if scaling is not None:
+    if scaling is not None and compared is None:
         console.print(_scaling(scaling))
+    if compared is not None:
+        console.print(_shown(compared.table))
+        _show_comparison(console, compared)
 
 
-def show_findings(console: Console, reports: Sequence[tuple[Summary, Sequence[Finding]]]) -> None:
-    """Print what limits each run, and nothing else."""
+def _show_comparison(console: Console, compared: Comparison) -> None:
+    console.print(Text(f"A is {compared.a}\nB is {compared.b}"))
+    console.print(Text(compared.text, style="bold"))
+
+
+def show_findings(
+    console: Console,
+    reports: Sequence[tuple[Summary, Sequence[Finding]]],
+    compared: Comparison | None,
+) -> None:
+    """Print what limits each run, how two of them compare, and nothing else."""
     for summary, findings in reports:
         if len(reports) > 1:
             console.print(Text(str(summary.run.folder), style="bold"))
         for part in _findings(findings):
             console.print(part)
+    if compared is not None:
+        _show_comparison(console, compared)
 
 
 def _findings(findings: Sequence[Finding]) -> list[RenderableType]:
@@ -132,12 +150,17 @@ FORMAT = 1
 
 
 def as_json(
-    reports: Sequence[tuple[Summary, Sequence[Finding]]], scaling: Scaling | None
+    reports: Sequence[tuple[Summary, Sequence[Finding]]],
+    scaling: Scaling | None,
+    compared: Comparison | None,
 ) -> dict[str, object]:
     """Return the JSON object of `docs/reference/report.md`; null for numbers not finite."""
-    runs = [_run_as_json(summary, findings) for summary, findings in reports]
-    compared = None if scaling is None else asdict(scaling)
-    return {"format": FORMAT, "runs": runs, "scaling": _finite(compared)}
+    return {
+        "format": FORMAT,
+        "runs": [_run_as_json(summary, findings) for summary, findings in reports],
+        "scaling": None if scaling is None else _finite(asdict(scaling)),
+        "comparison": None if compared is None else _finite(asdict(compared)),
+    }
 
 
 def _run_as_json(summary: Summary, findings: Sequence[Finding]) -> object:

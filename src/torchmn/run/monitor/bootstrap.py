@@ -29,12 +29,13 @@ import time
 import types
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from importlib.machinery import SourceFileLoader
 from types import TracebackType
 from typing import NoReturn
 
-from torchmn.control.script import show_exception
+from torchmn.cluster.environment_variables import INPUT_RANK_VARIABLE
+from torchmn.control.script import prints_to_launcher, show_exception, unprinted_text
+from torchmn.control.terminal_input import TerminalInput, explained, skip_breakpoint
 from torchmn.run.monitor import script_monitor
 
 _FLAGS = re.compile("-[bBdEIOPqsSuvx]+")  # options of the interpreter that take no argument
@@ -59,12 +60,19 @@ def with_bootstrap(argv: Sequence[str]) -> list[str]:
 def main() -> None:
     """Install the monitor and run the command in `sys.argv`. Raises what the script raises."""
     monitor = script_monitor.install_from_environment(os.environ)
+    if monitor is not None and INPUT_RANK_VARIABLE in os.environ:
+        # Both are Python's own places for this; a debugger of PYTHONBREAKPOINT stays.
+        if os.isatty(0):
+            sys.stdin = TerminalInput(monitor.awaits_input)
+        elif "PYTHONBREAKPOINT" not in os.environ:
+            sys.breakpointhook = skip_breakpoint
     atexit.register(wait_for_gloo_threads)  # the first, so that it runs last
     own_pid = os.getpid()
     del sys.argv[0]
     if not _is_path_safe():
         del sys.path[0]  # the folder of this file
-    status = 0
+    status, unprinted = 0, ""
+    has_log = monitor is not None and monitor.has_log
     try:
         if sys.argv[0] == "-m":
             del sys.argv[0]
@@ -75,12 +83,23 @@ def main() -> None:
             _run_script(sys.argv[0])
     except SystemExit as request:
         status = script_monitor.status_of(request.code)
+        # The launcher prints the text of sys.exit("text") once for all ranks that exit with it.
+        if has_log and os.getpid() == own_pid and prints_to_launcher():
+            unprinted = "" if isinstance(request.code, int | None) else str(request.code)
+        if unprinted:
+            raise SystemExit(status) from None
         raise
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         status = 128 + signal.SIGINT
+        _leave_out_own_frames(interrupt)
+        if has_log and os.getpid() == own_pid:
+            unprinted = unprinted_text(interrupt, sys.excepthook)
+        if unprinted:
+            sys.excepthook = _print_nothing
         raise  # the interpreter turns it into an end by SIGINT
     except BaseException as error:
         status = 1
+        error = explained(error)
         _leave_out_own_frames(error)
         if monitor is not None:
             monitor.note_fatal(error)  # the launcher may ask already where this rank waits
@@ -89,14 +108,18 @@ def main() -> None:
         if monitor is None:
             show_exception(error, sys.excepthook)
         else:
-            monitor.script_failed(error, show=partial(show_exception, error, sys.excepthook))
+            monitor.script_failed(error, sys.excepthook)
         raise SystemExit(1) from None
     finally:
         if os.getpid() != own_pid:
             _end_child(status)
         _end_record(status)
         if monitor is not None:
-            monitor.script_exits(0 if status == 128 + signal.SIGINT else status)
+            monitor.script_exits(0 if status == 128 + signal.SIGINT else status, unprinted)
+
+
+def _print_nothing(*_: object) -> None:
+    """Stand in for `sys.excepthook` once the launcher has the traceback."""
 
 
 def _end_record(status: int) -> None:

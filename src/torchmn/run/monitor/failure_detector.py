@@ -7,9 +7,20 @@ another launcher the monitor server. It is given the time, and has no effects.
 from collections import Counter
 from collections.abc import Sequence
 
+import msgspec
+
 from torchmn.base.errors import SAVED_STATUS
 from torchmn.control.hang_report import EARLY_END, HangReport, RankStatus, report, report_of_joining
-from torchmn.control.messages import Failed, Joined, Joining, Leaving, Message, Overdue, StatusReply
+from torchmn.control.messages import (
+    AwaitsInput,
+    Failed,
+    Joined,
+    Joining,
+    Leaving,
+    Message,
+    Overdue,
+    StatusReply,
+)
 from torchmn.control.processes import signal_name
 from torchmn.run.monitor.job_result import RankRecord
 
@@ -38,7 +49,12 @@ class FailureDetector:
     def on_message(self, record: RankRecord, message: Message, now: float) -> None:
         """Record a report of a rank, or of its agent in its place."""
         if isinstance(message, Failed):
-            record.failed = record.failed or message
+            before = record.failed
+            if before is None:
+                record.failed = message
+            elif message.whole and message.is_consequence == before.is_consequence:
+                # What was reported when the communicator broke now ends the script.
+                record.failed = msgspec.structs.replace(message, at=before.at)
             if message.is_consequence:
                 self._suspect(now)
                 if record.joining and not record.has_joined and self._reporter is None:
@@ -49,6 +65,7 @@ class FailureDetector:
             record.has_joined = True
         elif isinstance(message, Leaving):
             record.is_leaving, record.leaving_status = True, message.status
+            record.leaving_text = message.text
             if message.status not in (0, SAVED_STATUS):
                 self._suspect(now)
         elif isinstance(message, Overdue):
@@ -57,21 +74,46 @@ class FailureDetector:
             record.overdue = message
         elif isinstance(message, StatusReply):
             record.status_reply = message
+        elif isinstance(message, AwaitsInput):
+            record.awaits_input = message.begins
+            for each in self._records:  # the time that a person takes does not count
+                each.joining_since = now if each.joining is not None else None
 
     def must_query(self, now: float) -> bool:
         """Whether to request the status of all ranks now. True only once."""
-        if self._reporter is None:
+        if self._reporter is None and not any(r.awaits_input for r in self._records):
             self._reporter = next((r for r in self._records if _is_late(r, now)), None)
         if self._reporter is None or self._queried_at is not None:
             return False
         self._queried_at = now
+        self.forget_replies()
         return True
+
+    def forget_replies(self) -> None:
+        """Forget what ranks have replied: their status is requested again."""
+        for record in self._records:
+            record.status_reply = None
+
+    @property
+    def has_queried(self) -> bool:
+        """Whether the status of all ranks was requested for the report of a hang."""
+        return self._queried_at is not None
+
+    @property
+    def has_all_replies(self) -> bool:
+        """Whether every rank has replied, or has ended."""
+        return all(r.status_reply is not None or r.has_ended for r in self._records)
 
     @property
     def reply_limit_s(self) -> float:
         """Seconds that a script may take to reply to a request for its status."""
         num_on_host = max(Counter(record.host for record in self._records).values(), default=0)
         return min(_REPLY_S + _REPLY_S_PER_RANK * num_on_host, _MAX_REPLY_S)
+
+    @property
+    def replies_limit_s(self) -> float:
+        """Seconds after which replies of scripts and agents are not waited for any more."""
+        return min(self.reply_limit_s + _AGENT_MARGIN_S, _MAX_REPLIES_S)
 
     def must_end(self, now: float) -> bool:
         """Whether the job must end. False while replies about a hang are awaited."""
@@ -87,12 +129,10 @@ class FailureDetector:
         reporter = self._reporter
         if self._queried_at is None or reporter is None:
             return False
-        is_complete = all(r.status_reply is not None or r.has_ended for r in self._records)
-        limit_s = min(self.reply_limit_s + _AGENT_MARGIN_S, _MAX_REPLIES_S)
-        if not is_complete and now - self._queried_at < limit_s:
+        if not self.has_all_replies and now - self._queried_at < self.replies_limit_s:
             return False
         if self.hang is None:
-            known = {r.rank: status for r in self._records if (status := _status(r)) is not None}
+            known = {r.rank: status for r in self._records if (status := status_of(r)) is not None}
             hosts = {r.rank: r.host for r in self._records}
             if reporter.overdue is not None:
                 self.hang = report(reporter.overdue, reporter.rank, known, hosts)
@@ -113,7 +153,7 @@ def _is_late(record: RankRecord, now: float) -> bool:
     return now - record.joining_since >= record.joining.limit_s
 
 
-def _status(record: RankRecord) -> RankStatus | None:
+def status_of(record: RankRecord) -> RankStatus | None:
     """Return the latest status of a rank, None if nothing is known."""
     text = ""
     if record.exit is not None and not record.is_consequence:

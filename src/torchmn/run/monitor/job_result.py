@@ -5,6 +5,7 @@ Pure functions of the records of all ranks.
 
 import math
 import os
+import re
 import signal
 import time
 from collections import deque
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchmn.base.errors import SAVED_STATUS, shell_code
+from torchmn.cluster.units import listed
 from torchmn.control.connection import UNREACHABLE
 from torchmn.control.hang_report import HangReport
 from torchmn.control.messages import Exit, Failed, Joining, Overdue, StatusReply
@@ -20,10 +22,13 @@ from torchmn.control.processes import signal_name
 
 # Where each run makes its log folder, unless the user names another place.
 LOG_DIR = Path("torchmn-logs")
+LATEST = "latest"  # the link there to the folder of the last run
+JOB_FILE = "job.json"  # in the log folder: what was started, by `torchmn run` alone
 HANG_FILE = "hang.txt"  # in the log folder: what all ranks did when the job was found to hang
 # In the log folder: the summary, and the end of stderr of the rank that failed first.
 FAILURE_FILE = "failure.txt"
 _MAX_ERROR_CHARS = 600
+_MAX_NAMED = 8  # ranks with the same error
 
 
 def run_name() -> str:
@@ -41,6 +46,7 @@ class RankRecord:
     failed: Failed | None = None
     is_leaving: bool = False
     leaving_status: int = 0
+    leaving_text: str = ""  # what it has not printed, as in `Leaving`
     joining: Joining | None = None
     joining_since: float | None = None  # of the monotonic clock of the process that keeps this
     has_joined: bool = False
@@ -53,6 +59,7 @@ class RankRecord:
     stopped_at: float | None = None  # its process was stopped for too long
     stopped_text: str = ""
     was_ending: bool = False  # it was lost after it had been asked to end
+    awaits_input: bool = False  # it waits for a person at the terminal
     num_lines: int = 0
     last_errors: deque[str] = field(default_factory=lambda: deque(maxlen=40))
 
@@ -104,10 +111,19 @@ class RankRecord:
         return self.exit is not None and self.exit.ended_by == "outside"
 
     @property
+    def is_unprinted(self) -> bool:
+        """Whether the rank has failed and left it to the launcher to print `error_lines`."""
+        if self.failed is not None:
+            return not self.failed.is_shown
+        return bool(self.leaving_text and self.leaving_status)
+
+    @property
     def error_lines(self) -> list[str]:
-        """End of the rank's standard error, from the last traceback on."""
+        """What the terminal shows of the rank's error, or the end of its standard error."""
         if self.failed is not None:
             return self.failed.traceback.splitlines()
+        if self.leaving_text:
+            return self.leaving_text.splitlines()
         lines = list(self.last_errors)
         starts = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent")]
         return lines[starts[-1] :] if starts else lines[-10:]
@@ -159,7 +175,7 @@ def summarize(
     causes = [ranks[rank] for _, rank in by_itself if not ranks[rank].was_terminated_externally]
     causes += [r for r in ranks if r.leaving_status not in (0, SAVED_STATUS) and r not in causes]
     if causes:
-        return _failure_of(causes[0], output_dir)
+        return _failure_of(causes[0], output_dir, also=_others_with(causes))
     consequences = sorted((r.failed.at, r.rank) for r in ranks if r.failed and r.is_consequence)
     if consequences and not launcher_problem:
         reporter = ranks[consequences[0][1]]
@@ -180,14 +196,42 @@ def summarize(
     return JobResult(exit_code=0)
 
 
-def _failure_of(first_failure: RankRecord, output_dir: Path | None) -> JobResult:
-    path = output_dir / f"rank{first_failure.rank}.log" if output_dir else None
-    where = f"; its output is in {path}" if path else ""
+def _failure_of(first: RankRecord, output_dir: Path | None, *, also: str = "") -> JobResult:
+    """Return the result of a job that ``first`` has ended.
+
+    Where the launcher prints the error, above the summary, the summary does not repeat it.
+    """
+    where, is_above = "", output_dir is not None and first.is_unprinted
+    if output_dir is not None:
+        what = "the whole traceback" if is_above and first.failed else "its output"
+        where = f"; {what} is in {output_dir / f'rank{first.rank}.log'}"
     return JobResult(
-        exit_code=_exit_code(first_failure),
-        summary=f"{_describe_exit(first_failure)}{where}.",
-        first_failure=first_failure,
+        exit_code=_exit_code(first),
+        summary=f"{_describe_exit(first, with_error=not is_above)}{also}{where}.",
+        first_failure=first,
     )
+
+
+def _others_with(causes: Sequence[RankRecord]) -> str:
+    """Describe which ranks failed by themselves after the first one, alike or otherwise."""
+    first, *later = causes
+    others = [record for record in later if _error_of(record)]
+    alike = [str(each.rank) for each in others if _error_of(each) == _error_of(first)]
+    other = next((each for each in others if str(each.rank) not in alike), None)
+    text = ""
+    if alike:
+        some = listed("rank", alike) if len(alike) <= _MAX_NAMED else f"{len(alike)} other ranks"
+        text = f", as did {some}"
+    if other is not None:
+        error = brief(_error_of(other, is_general=False))
+        text += f"; rank {other.rank} failed with another error ({error})"
+    return text
+
+
+def _error_of(record: RankRecord, *, is_general: bool = True) -> str:
+    """The error of a rank, by default without what names the rank: its host and all numbers."""
+    text = record.failed.error if record.failed else record.leaving_text
+    return re.sub(r"\d+", "#", text.replace(record.host, "")) if is_general else text
 
 
 def _first_that_left(ranks: Sequence[RankRecord]) -> RankRecord | None:
@@ -259,10 +303,11 @@ def _exit_code(record: RankRecord) -> int:
     return record.status or 1
 
 
-def _describe_exit(record: RankRecord) -> str:
+def _describe_exit(record: RankRecord, *, with_error: bool = True) -> str:
     name = _name(record)
     if record.failed is not None:
-        return f"{name} failed with exit code {record.failed.status} ({brief(record.failed.error)})"
+        error = f" ({brief(record.failed.error)})" if with_error else ""
+        return f"{name} failed with exit code {record.failed.status}{error}"
     if record.stopped_at is not None:
         return f"{name} does not continue: {record.stopped_text}"
     if record.lost_text:

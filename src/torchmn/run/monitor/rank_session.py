@@ -34,6 +34,7 @@ from torchmn.control.messages import (
 )
 from torchmn.control.processes import StoppedProcesses, ancestors, is_stopped
 from torchmn.run.monitor.failure_detector import FailureDetector
+from torchmn.run.monitor.inspections import Inspections
 from torchmn.run.monitor.job_result import FAILURE_FILE, HANG_FILE, JobResult, RankRecord, summarize
 
 STOPPED = "is stopped by a signal"
@@ -74,6 +75,9 @@ class RankSession:
         self.detector = FailureDetector(self.records)
         self.connections: dict[int, RankConnection] = {}
         self.is_ending = False
+        self.has_started = True  # whether connected ranks answer, which agents do not do at first
+        self.inspections: Inspections | None = None
+        """Answers `torchmn inspect`, if the owner of this session has made one."""
         self._listener = listener
         # Kept from one wait to the next: a loop that registered thousands of connections each time
         # that one of them is ready would do little else.
@@ -114,6 +118,8 @@ class RankSession:
         # Channels are registered for reading only, so writing is tried again in each turn.
         for connection in self.connections.values():
             connection.channel.flush()
+        if self.inspections is not None:
+            self.inspections.serve(self)
 
     def admit(self, channel: Channel, identity: Message) -> bool:
         """Add a rank's connection; close it if the rank is unknown or connected already.
@@ -267,11 +273,13 @@ def write_hang_report(folder: Path, text: str) -> str:
 
 
 def write_failure_report(folder: Path, result: JobResult, summary: str) -> str:
-    """Write ``failure.txt``: the end of the failed rank's stderr, then the summary.
+    """Write ``failure.txt``: the whole traceback, or the end of stderr, then the summary.
 
     Returns the problem if it cannot be written, such as a full disk, else an empty string.
     """
-    return _write(folder / FAILURE_FILE, "\n".join([*stderr_tail(result), summary]) + "\n")
+    first = result.first_failure
+    whole = first.failed.whole.splitlines() if first is not None and first.failed else []
+    return _write(folder / FAILURE_FILE, "\n".join([*(whole or stderr_tail(result)), summary, ""]))
 
 
 def stderr_tail(result: JobResult) -> list[str]:

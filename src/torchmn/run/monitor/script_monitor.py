@@ -24,7 +24,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -35,6 +35,7 @@ from torchmn.base.events import Collectives, Observer
 from torchmn.cluster.environment_variables import MONITOR_VARIABLE
 from torchmn.control.connection import Channel
 from torchmn.control.messages import (
+    AwaitsInput,
     CheckpointSaved,
     CollectiveStatus,
     Failed,
@@ -43,16 +44,21 @@ from torchmn.control.messages import (
     Leaving,
     Message,
     Overdue,
+    PreemptionNotice,
     StatusReply,
     StatusRequest,
     Terminate,
 )
+from torchmn.control.processes import resident_nbytes
 from torchmn.control.script import (
+    Hook,
     is_consequence,
     on_error,
     script_stack,
     show_exception,
     traceback_text,
+    unprinted_text,
+    whole_text,
 )
 
 _PERIOD_S = 0.2
@@ -64,11 +70,16 @@ _BOOTSTRAP = str(Path(__file__).with_name("bootstrap.py"))
 
 
 class ScriptMonitor(Observer):
-    """The script's connection to its agent. One per process, created in the main thread."""
+    """The script's connection to its agent. One per process, created in the main thread.
+
+    ``has_log``: the agent writes a log of this rank, and the launcher shows how the job failed, so
+    that the script need not print its last traceback.
+    """
 
     ends_lost_ranks = True
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, *, has_log: bool = False) -> None:
+        self.has_log = has_log
         self._channel = Channel(connection)
         # A channel is not thread-safe, and all threads of the script may report something.
         self._lock = threading.Lock()
@@ -80,6 +91,7 @@ class ScriptMonitor(Observer):
         self._is_waiting = False
         self._fatal: BaseException | None = None  # the exception that ends this process
         self._has_reported_hang = False
+        self._device_nbytes: int | None = None
         threading.Thread(target=self._run, name="torchmn-monitor", daemon=True).start()
 
     def collectives(self, recorder: Collectives) -> None:
@@ -101,41 +113,50 @@ class ScriptMonitor(Observer):
         """See `Observer.failed`."""
         self.report(error)
 
+    def memory(self, device_nbytes: int) -> None:
+        """See `Observer.memory`. torch is not asked here: its allocator may be what hangs."""
+        self._device_nbytes = device_nbytes
+
     def note_fatal(self, error: BaseException) -> None:
         """Report this exception, not the current stack, in status replies from now on. Local."""
         self._fatal = error
 
-    def script_failed(
-        self, error: BaseException, text: str = "", show: Callable[[], object] = lambda: None
-    ) -> None:
-        """Report an exception that ends this process, and ``show`` it.
+    def script_failed(self, error: BaseException, hook: Hook | None, text: str = "") -> None:
+        """Report an exception that ends this process, and print it unless the launcher does.
 
-        ``text`` is what was shown, by default its traceback. If the exception only follows from the
-        failure of another rank, it is not shown and this waits until the agent ends the process, so
-        that the launcher shows the cause alone. Where MPI is in use the process ends here:
-        `MPI_Finalize` at exit would wait for the other ranks.
+        ``hook`` prints it, or None if ``text`` is to be printed in place of its traceback. If the
+        exception only follows from the failure of another rank, it is not printed and this waits
+        until the agent ends the process, so that the launcher shows the cause alone. Where MPI is
+        in use the process ends here: `MPI_Finalize` at exit would wait for the other ranks.
         """
         if os.getpid() != self._pid:
-            show()
+            show_exception(error, hook, text)
             return
         self._fatal = error
         follows = is_consequence(error)
+        unprinted = unprinted_text(error, hook) if self.has_log else ""
         try:
-            if not follows:
-                show()
+            if not (follows or unprinted):
+                show_exception(error, hook, text)
         finally:  # whatever a hook of the script does
             if follows:
                 self.look_for_hang()
-            self.report(error, text)
+            whole = unprinted or whole_text(error)[-_MAX_CHARS:]
+            self.report(error, text, whole=whole, is_shown=not unprinted)
         if follows:
             self._is_waiting = True
             if not self._must_end.wait(_TERMINATION_S):
-                show()
+                show_exception(error, hook, text)
         if _is_mpi_in_use():
             _end_now(1)
 
-    def report(self, error: BaseException, text: str = "") -> None:
-        """Report an exception after which the job cannot continue. From any thread."""
+    def report(
+        self, error: BaseException, text: str = "", *, whole: str = "", is_shown: bool = True
+    ) -> None:
+        """Report an exception after which the job cannot continue. From any thread.
+
+        ``whole`` and ``is_shown`` are those of `Failed`.
+        """
         if os.getpid() != self._pid:
             return
         self._post(
@@ -145,6 +166,8 @@ class ScriptMonitor(Observer):
                 error=text or "".join(traceback.format_exception_only(error)),
                 is_consequence=is_consequence(error),
                 at=time.time(),
+                whole=whole,
+                is_shown=is_shown,
             )
         )
 
@@ -153,10 +176,18 @@ class ScriptMonitor(Observer):
         if os.getpid() == self._pid:
             self._post(CheckpointSaved(step=step))
 
-    def script_exits(self, status: int) -> None:
-        """Report that the script has reached its end and asks for this exit status."""
+    def awaits_input(self, begins: bool) -> None:
+        """Report that the script begins, or has ended, to wait for a person at the terminal."""
         if os.getpid() == self._pid:
-            self._post(Leaving(status=0 if self._fatal is not None else status))
+            self._post(AwaitsInput(begins=begins))
+
+    def script_exits(self, status: int, text: str = "") -> None:
+        """Report that the script has reached its end and asks for this exit status.
+
+        ``text`` is what was left out of its output, as in `Leaving`.
+        """
+        if os.getpid() == self._pid:
+            self._post(Leaving(status=0 if self._fatal is not None else status, text=text))
 
     def look_for_hang(self) -> None:
         """Report a collective that has exceeded its time limit, once. From any thread."""
@@ -186,19 +217,9 @@ class ScriptMonitor(Observer):
                 messages = self._channel.collect()
             for message in messages:
                 if isinstance(message, StatusRequest):
-                    stacks = _format(self._fatal) if self._fatal else _stacks()
-                    of_script = (
-                        traceback_text(self._fatal)
-                        if self._fatal
-                        else script_stack(threading.main_thread())
-                    )
-                    self._post(
-                        StatusReply(
-                            collectives=tuple(self._collectives()),
-                            stacks=stacks,
-                            script_stack=of_script[-_MAX_CHARS:],
-                        )
-                    )
+                    self._post(self._status(message.num_recent))
+                elif isinstance(message, PreemptionNotice):
+                    self.notice = message.text
                 elif isinstance(message, Terminate):
                     self._must_end.set()
             self.look_for_hang()
@@ -211,6 +232,22 @@ class ScriptMonitor(Observer):
                     stuck_since = time.monotonic()
                 elif time.monotonic() - stuck_since > _STUCK_S:
                     _end_now(1)
+
+    def _status(self, num_recent: int) -> StatusReply:
+        """Describe what this process does, with the last collectives of each communicator."""
+        fatal = self._fatal
+        of_script = traceback_text(fatal) if fatal else script_stack(threading.main_thread())
+        recent = [each for own in self._alive() for each in own.recent(num_recent) if num_recent]
+        engines = [each for own in self._alive() if (each := own.engine_status()) is not None]
+        return StatusReply(
+            collectives=tuple(self._collectives()),
+            recent=tuple(sorted(recent, key=lambda each: -each.age_s)[-num_recent:]),
+            engines=tuple(engines),
+            rss_nbytes=resident_nbytes(os.getpid()),
+            device_nbytes=self._device_nbytes,
+            stacks=_format(fatal) if fatal else _stacks(),
+            script_stack=of_script[-_MAX_CHARS:],
+        )
 
     def _is_stuck(self) -> bool:
         """Whether this process waits for ranks that will not arrive."""
@@ -238,17 +275,17 @@ def current() -> ScriptMonitor | None:
     return next((each for each in events.observers if isinstance(each, ScriptMonitor)), None)
 
 
-def install(connection: socket.socket) -> ScriptMonitor:
+def install(connection: socket.socket, *, has_log: bool = False) -> ScriptMonitor:
     """Install the monitor of this process: start its thread, and enable `faulthandler`.
 
-    ``connection`` leads to the agent.
+    ``connection`` leads to the agent; ``has_log`` is that of `ScriptMonitor`.
     """
     # Programs that the script starts would keep the connection open after its end.
     connection.set_inheritable(False)
     if not faulthandler.is_enabled():
         faulthandler.enable()
-    monitor = ScriptMonitor(connection)
-    on_error(lambda error: monitor.script_failed(error, f"torchmn: {error}"))  # by `run_main`
+    monitor = ScriptMonitor(connection, has_log=has_log)
+    on_error(lambda error, text: monitor.script_failed(error, None, text))  # by `run_main`
     events.add(monitor)
     return monitor
 
@@ -269,7 +306,7 @@ def install_from_environment(environ: MutableMapping[str, str]) -> ScriptMonitor
     if _maker_of(connection) != int(agent):  # and has opened another one
         connection.detach()
         return None
-    return install(connection)
+    return install(connection, has_log=True)
 
 
 def install_exit_hooks(monitor: ScriptMonitor) -> None:
@@ -290,7 +327,7 @@ def install_exit_hooks(monitor: ScriptMonitor) -> None:
         if isinstance(error, KeyboardInterrupt):
             show_exception(error, show)
         else:
-            monitor.script_failed(error, show=lambda: show_exception(error, show))
+            monitor.script_failed(error, show)
 
     def exit_with_note(code: Any = None, /) -> NoReturn:
         nonlocal request

@@ -20,6 +20,7 @@ from torchmn.control.codec import Record, decode
 from torchmn.control.connection import address_of, listen_on
 from torchmn.control.messages import MonitorHello
 from torchmn.control.processes import allow_connections, is_stopped, send
+from torchmn.run.monitor.inspections import Inspections
 from torchmn.run.monitor.rank_session import (
     RankConnection,
     RankSession,
@@ -63,6 +64,7 @@ class MonitorServer:
 
     def __init__(self, listener: AuthenticatedListener, num_ranks: int, log_dir: Path) -> None:
         self._session = _Session(listener, num_ranks, log_dir)
+        self._session.inspections = Inspections.of(log_dir)
         self._complete_by = self._session.clock.now + _CONNECT_LIMIT_S
         self._report_at: float | None = None
         self._end_at: float | None = None
@@ -78,6 +80,8 @@ class MonitorServer:
             self._session.accept()
             self._act(self._session.clock.tick())
         self._session.close()
+        if self._session.inspections is not None:
+            self._session.inspections.close()
 
     def _is_over(self) -> bool:
         now = self._session.clock.now

@@ -17,10 +17,10 @@ has |G|² + m tr(Σ), with m = sum w² / b. For equal batches these are the pape
 """
 
 import math
-import warnings
 from collections.abc import Mapping
 
 from torchmn.base.errors import UnsupportedError, UsageError, raise_if_no_count
+from torchmn.base.warn import warn
 from torchmn.cluster.units import counted
 from torchmn.comm.codecs.half_precision import ReducedPrecision
 from torchmn.exchange.gradient_norms import GradientNorms
@@ -86,11 +86,9 @@ class GradientNoiseScale:
             raise UsageError(f"decay={decay} must be at least 0 and less than 1.")
         _raise_if_unknowable(optimizer)
         if optimizer.communicator.size == 1:
-            warnings.warn(
+            warn(
                 "The gradient noise scale is not measured on one rank alone: it is found from the "
                 "difference between ranks. Start at least two.",
-                RuntimeWarning,
-                stacklevel=2,
             )
         self.every = every
         self.decay = decay

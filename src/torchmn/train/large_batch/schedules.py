@@ -18,7 +18,6 @@ arXiv 1706.02677, sections 2.1, 2.2 and 5.1.
 from __future__ import annotations
 
 import math
-import warnings
 from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any, get_args
@@ -28,7 +27,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from torchmn.base.errors import UsageError, raise_if_unknown
+from torchmn.base.errors import ResultWarning, UsageError, raise_if_unknown
+from torchmn.base.warn import warn
 from torchmn.data.batch_settings import BatchSettings
 from torchmn.train.large_batch.batch_growth import Unit, check_milestones
 from torchmn.train.large_batch.global_batch import GlobalBatch
@@ -142,15 +142,14 @@ class BatchSchedule(LRScheduler):
                 continue
             self._has_warned = True
             name = type(self).__name__
-            warnings.warn(
+            warn(
                 f"{self.batch.comm.rank_label}: {name} has set the rate of parameter group {index} "
                 f"to {last:g}, and now it is {now:g}. {name} computes rates from the "
                 "samples seen, so what others set, by hand or by a scheduler of torch beside it "
                 "(StepLR, ReduceLROnPlateau, ChainedScheduler), is overwritten. For one after the "
                 "other use torch's SequentialLR; to multiply factors, a schedule of "
                 "torchmn.train.large_batch such as MultiStep around this one.",
-                RuntimeWarning,
-                stacklevel=3,
+                ResultWarning,
             )
             return
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from tests.limits import limit
+from tests.unit.comm.fake_device import FakeDevice, FakeEvent, FakeStreams
+from torchmn.comm.streams import streams_of
 from torchmn.comm.transports.base import TimeLimit
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.comm.transports.staging import Staging, await_stream
@@ -39,6 +42,89 @@ def test_what_is_sent_arrives_in_the_tensors_of_the_caller(dtype: torch.dtype) -
     for rank, arrived in enumerate(run_threads(rank_main, 2)):
         expected = [torch.arange(n).add(1 - rank).to(dtype) for n in (3000, 0, 3)]
         assert all(map(torch.equal, arrived, expected))
+
+
+def staged(rank: int, store: HashStore, size: int, streams: FakeStreams | None = None) -> None:
+    """Messages of different sizes between three ranks, some of which are sent in chunks."""
+    transport = TorchDistributedTransport(store, rank, size, timeout_s=limit(20))
+    find = (lambda device: streams) if streams else streams_of
+    staging, until = Staging(chunk_bytes=64, find_streams=find), TimeLimit(limit(20))
+
+    def adopt(x: torch.Tensor) -> torch.Tensor:
+        return streams.device.adopt(x) if streams and x.numel() else x
+
+    peers = [peer for peer in range(size) if peer != rank]
+
+    def values(source: int, target: int, turn: int) -> list[torch.Tensor]:
+        numels = (5 + source, 700 + 31 * target, 0, 17)
+        return [torch.arange(n) + 1000 * turn + 100 * source + target for n in numels]
+
+    rounds: list[int] = []
+
+    def on_host(out, into) -> None:
+        assert len({peer for peer, _ in out}) == len(out)
+        rounds.append(len(out) + len(into))
+        transport.exchange(out, into, until, 5)
+
+    for turn in range(3):
+        own = [(peer, adopt(x)) for peer in peers for x in values(rank, peer, turn)]
+        wanted = [(peer, x) for peer in peers for x in values(peer, rank, turn)]
+        arrived = [(peer, adopt(torch.zeros_like(x))) for peer, x in wanted]
+        with streams.device.running() if streams else nullcontext():
+            sends = [(peer, x * 2 - x) for peer, x in own]  # computed by the device just before
+            staging.exchange(sends, arrived, until, on_host)
+            after = [x + 0 for _, x in arrived]
+        if streams:
+            streams.device.synchronize()
+        assert all(map(torch.equal, after, (x for _, x in wanted)))
+    assert len(rounds) > 3 * 8  # chunks, and not messages
+    transport.close()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_large_messages_are_sent_in_chunks(size: int) -> None:
+    store = HashStore()
+    run_threads(lambda rank: staged(rank, store, size), size)
+
+
+@pytest.mark.parametrize("order", ["caller first", "exchange first"])
+def test_chunks_wait_for_the_copies_of_a_device_that_runs_late(order: str) -> None:
+    store = HashStore()
+
+    def rank_main(rank: int) -> None:
+        device = FakeDevice(order)
+        device.begin()
+        try:
+            staged(rank, store, 2, FakeStreams(device))
+        finally:
+            device.close()
+
+    run_threads(rank_main, 2)
+
+
+class Unordered(FakeStreams):
+    """Events that are over before what was queued before them."""
+
+    def record(self) -> FakeEvent:
+        event = FakeEvent()
+        event.is_over = True
+        return event
+
+
+def test_a_chunk_that_does_not_wait_is_found() -> None:
+    store = HashStore()
+
+    def rank_main(rank: int) -> bool:
+        device = FakeDevice()
+        try:
+            staged(rank, store, 2, Unordered(device))
+        except AssertionError:
+            return False
+        finally:
+            device.close()
+        return True
+
+    assert not any(run_threads(rank_main, 2))
 
 
 class Stream:

@@ -146,7 +146,7 @@ def test_a_rank_that_has_left_its_loop_needs_not_load_a_state() -> None:
 def test_an_exchange_is_checked_after_the_next_one_has_contributed() -> None:
     """As with two sets of buckets, whose footers share what counts exchanges."""
     inners = [torch.optim.SGD([torch.zeros(1)], lr=0.1 + rank) for rank in range(2)]
-    counts = [NumExchanges() for _ in inners]
+    counts = [NumExchanges(1) for _ in inners]
     first, second = (
         [
             Footer(comm(rank, 2), [counts[rank], LearningRates(inner)])

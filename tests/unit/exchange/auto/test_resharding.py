@@ -10,7 +10,7 @@ from tests.unit.exchange.auto.test_tuner import MAX_STEPS
 from tests.unit.models import batch, equal, loss_of, mlp, optimizer_of, train, values, wrap
 from torchmn.cluster import Topology
 from torchmn.comm.codecs import ErrorFeedback, Quantized
-from torchmn.errors import UsageError
+from torchmn.errors import CheckpointWarning, UsageError
 from torchmn.exchange.auto import tuner
 from torchmn.exchange.options import Auto
 from torchmn.exchange.resharding import mean_state, mean_tensor, reshard_codec
@@ -72,7 +72,7 @@ def test_residuals_without_a_codec_are_dropped_with_a_warning() -> None:
         other = optimizer_of(comm, model)
         other.load_state_dict(state)
 
-    with pytest.warns(RuntimeWarning, match="has residuals of a codec, which are dropped"):
+    with pytest.warns(CheckpointWarning, match="has residuals of a codec, which are dropped"):
         run_ranks(rank_main, 2)
 
 

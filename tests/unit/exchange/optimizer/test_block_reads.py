@@ -14,6 +14,7 @@ from torch import nn
 
 from tests.unit.models import batch, loss_of, mlp, wrap
 from torchmn import create_multi_node_checkpointer, create_multi_node_optimizer
+from torchmn.errors import ResultWarning
 from torchmn.exchange.schedules import (
     BlockMomentum,
     DiLoCo,
@@ -100,7 +101,7 @@ def trained(
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("read", [evaluate, save, save_within])
 def test_reading_one_rank_s_model_warns_once_on_each_rank(name: str, read: Read) -> None:
-    with pytest.warns(UserWarning, match=r"middle of a block(.|\n)*optimizer.flush\(\)") as seen:
+    with pytest.warns(ResultWarning, match=r"middle of a block(.|\n)*optimizer.flush\(\)") as seen:
         trained(read, SCHEDULES[name], 3, 2)
     assert sorted(str(each.message)[:11] for each in seen) == ["rank 0 of 2", "rank 1 of 2"]
 
@@ -143,7 +144,7 @@ def test_a_script_that_ends_by_saving(monkeypatch) -> None:
         save(model, optimizer)
 
     run_ranks(rank_main, 2)
-    with pytest.warns(UserWarning, match="saved in the middle of a block") as seen:
+    with pytest.warns(ResultWarning, match="saved in the middle of a block") as seen:
         _ = [call() for call in at_exit]
     assert len(seen) == 2
 
@@ -166,5 +167,5 @@ def test_a_checkpointer_with_the_optimizer_does_not_warn_and_one_without_does(tm
         run_ranks(rank_main, 2)
 
     saved(has_optimizer=True)
-    with pytest.warns(UserWarning, match="saved in the middle of a block"):
+    with pytest.warns(ResultWarning, match="saved in the middle of a block"):
         saved(has_optimizer=False)

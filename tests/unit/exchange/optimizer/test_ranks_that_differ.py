@@ -24,7 +24,13 @@ from tests.unit.models import (
     wrap,
 )
 from torchmn import create_multi_node_optimizer
-from torchmn.errors import CommunicationError, RankMismatchError, UnsupportedError, UsageError
+from torchmn.errors import (
+    CommunicationError,
+    PerformanceWarning,
+    RankMismatchError,
+    UnsupportedError,
+    UsageError,
+)
 from torchmn.exchange.schedules import EveryStep
 from torchmn.testing import run_ranks
 
@@ -104,7 +110,7 @@ class TestUnsynced:
             assert near(grads(model), expected)
             return values(model)
 
-        with pytest.warns(UserWarning, match="More than one backward"):
+        with pytest.warns(PerformanceWarning, match="More than one backward"):
             first, second = run_ranks(rank_main, 2)
         assert equal(first, second)
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.unit.models import batch, equal, loss_of, mlp, optimizer_of, sgd, train, values, wrap
 from torchmn import create_multi_node_optimizer, scatter_loader
-from torchmn.errors import RankMismatchError
+from torchmn.errors import RankMismatchError, ResultWarning
 from torchmn.exchange.replica_divergence import EVERY, ReplicaWatch
 from torchmn.testing import run_ranks
 
@@ -54,7 +54,7 @@ def test_parameters_that_a_script_changes_are_warned_of(
             if step == 2:
                 change(comm.rank, model)
 
-    with pytest.raises(UserWarning, match=DIFFER):
+    with pytest.raises(ResultWarning, match=DIFFER):
         run_ranks(rank_main, size)
 
 
@@ -111,7 +111,7 @@ def train_with(layer: nn.Module, schedule: str) -> None:
 def test_a_buffer_that_forward_computes_from_its_samples_is_warned_of(
     schedule: str, replaced: bool
 ) -> None:
-    with pytest.raises(UserWarning, match="differ in the buffer '1.rows' after step"):
+    with pytest.raises(ResultWarning, match="differ in the buffer '1.rows' after step"):
         train_with(Codebook(replaced=replaced), schedule)
 
 
@@ -273,7 +273,7 @@ def test_changes_without_a_backward_pass_are_warned_of(size: int, steps: bool) -
     """By the exchanges of `step`, or, if there are none, when the next pass begins."""
 
     def rank_main(comm):
-        with pytest.raises(UserWarning, match=DIFFER) as caught:
+        with pytest.raises(ResultWarning, match=DIFFER) as caught:
             rank_of_zeroth_order(comm, steps=steps, is_shared=False)
         return str(caught.value)
 
@@ -281,7 +281,7 @@ def test_changes_without_a_backward_pass_are_warned_of(size: int, steps: bool) -
         for text in run_ranks(rank_main, size):
             assert "after step 4." in text
         return
-    with pytest.raises(UserWarning, match=DIFFER) as caught:  # not on rank 0, with which it is
+    with pytest.raises(ResultWarning, match=DIFFER) as caught:  # not on rank 0, with which it is
         run_ranks(partial(rank_of_zeroth_order, steps=steps, is_shared=False), size)
     assert "'0.weight' without an exchange of gradients." in str(caught.value)
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from tests.unit.models import batch, equal, fill, local_grads, loss_of, mlp, near, values
 from torchmn import create_multi_node_optimizer
+from torchmn.errors import PerformanceWarning
 from torchmn.testing import run_ranks
 
 
@@ -23,7 +24,9 @@ def _train_head(comm, *, is_frozen: bool) -> None:
 
 
 def test_it_is_named_once() -> None:
-    with pytest.warns(RuntimeWarning, match=r"'0.weight' and 1 more require a gradient") as found:
+    with pytest.warns(
+        PerformanceWarning, match=r"'0.weight' and 1 more require a gradient"
+    ) as found:
         run_ranks(lambda comm: _train_head(comm, is_frozen=False), 2)
     assert len(found) == 1
 

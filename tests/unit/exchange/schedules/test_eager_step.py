@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.unit.models import batch, equal, grads, loss_of, mlp, near, values
 from torchmn import create_multi_node_optimizer
-from torchmn.errors import UsageError
+from torchmn.errors import PerformanceWarning, UsageError
 from torchmn.exchange.schedules import DoubleBuffering
 from torchmn.testing import run_ranks
 
@@ -352,7 +352,7 @@ def test_a_model_that_is_never_called_is_named_in_a_warning() -> None:
             optimizer.step()
         optimizer.flush()
 
-    with pytest.warns(UserWarning, match="eager=True.* has no effect on some passes"):
+    with pytest.warns(PerformanceWarning, match="eager=True.* has no effect on some passes"):
         run_ranks(rank_main, 1)
 
 

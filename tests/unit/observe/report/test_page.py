@@ -1,4 +1,4 @@
-"""The page: one file without anything from elsewhere, whose charts plotly accepts."""
+"""The page: one small file without anything from elsewhere, and what its charts show."""
 
 import re
 from html.parser import HTMLParser
@@ -8,7 +8,9 @@ import pytest
 
 from tests.unit.recorded_runs import ImitatedRun
 from torchmn.observe.read.run_reader import read_run
-from torchmn.observe.report.charts import Chart, run_charts, scaling_charts
+from torchmn.observe.report.charts import Chart, run_charts, scaling_charts, shade
+from torchmn.observe.report.comparison import compare
+from torchmn.observe.report.drawing import UNITS, axis_of, axis_of_names
 from torchmn.observe.report.findings import find
 from torchmn.observe.report.page import page
 from torchmn.observe.report.summary import Summary, summarize
@@ -41,6 +43,9 @@ class _Tags(HTMLParser):
 
     VOID = ("meta", "link", "br", "img")
 
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Of SVG: it has no contents."""
+
     def __init__(self) -> None:
         super().__init__()
         self.open: list[str] = []
@@ -59,9 +64,7 @@ class _Tags(HTMLParser):
 
 
 def test_it_is_complete_and_refers_to_nothing_else(summaries: list[Summary]) -> None:
-    text = page(
-        [(summary, find(summary)) for summary in summaries], scaling_of(summaries), script=""
-    )
+    text = page([(summary, find(summary)) for summary in summaries], scaling_of(summaries), None)
     tags = _Tags()
     tags.feed(text)
     assert tags.open == []
@@ -75,19 +78,26 @@ def test_it_is_complete_and_refers_to_nothing_else(summaries: list[Summary]) -> 
 def test_names_are_escaped(tmp_path: Path) -> None:
     settings = {"codec": "</script><script>alert(1)</script>", "model": "<b>&'\""}
     summary = summary_of(ImitatedRun(settings=settings), tmp_path / "<i>x")
-    text = page([(summary, [])], None, script="")
+    text = page([(summary, [])], None, None)
     assert "alert(1)</script>" not in text
     assert "<b>" not in text
     assert "<i>x" not in text
-    assert text.count("<script") == 3
+    assert text.count("<script") == 1
 
 
-def test_plotly_accepts_every_chart(charts: list[Chart]) -> None:
-    graph_objects = pytest.importorskip(
-        "plotly.graph_objects", reason="no plotly: install it with 'make setup'"
-    )
+def test_it_is_valid_html(summaries: list[Summary]) -> None:
+    html5lib = pytest.importorskip("html5lib", reason="no html5lib: install it with 'make setup'")
+    found = compare(summaries[1], summaries[1])
+    text = page([(summary, find(summary)) for summary in summaries], scaling_of(summaries), found)
+    html5lib.HTMLParser(strict=True).parse(text)
+
+
+def test_marks_are_within_their_plots(charts: list[Chart]) -> None:
+    """All coordinates are from 0 to 1000; relative ones follow a letter."""
     for chart in charts:
-        graph_objects.Figure({"data": list(chart.traces), "layout": chart.layout})
+        for number in re.findall(r"(?:M|z | )(-?\d+) (-?\d+)", chart.drawing):
+            assert all(0 <= int(each) <= UNITS for each in number), chart.title
+        assert not re.search(r"nan|inf\b", chart.drawing, re.IGNORECASE), chart.title
 
 
 def test_tables_are_rectangular(charts: list[Chart]) -> None:
@@ -100,18 +110,43 @@ def test_charts_show_the_late_rank(summaries: list[Summary]) -> None:
     by_title = {chart.title: chart for chart in run_charts(summaries[0])}
     late = by_title["Which rank is late, and when"]
     assert late.table.rows[0][0] == "3"
-    (heatmap,) = late.traces
-    rows = dict(zip(heatmap["y"], heatmap["z"], strict=True))
-    assert min(rows["3"]) > 15
-    assert max(map(abs, rows["0"] + rows["2"])) < 15
-    bars = by_title["Where the time of a step goes, by rank"]
-    backward = next(trace for trace in bars.traces if trace["name"] == "backward")
-    assert backward["y"][3] == max(backward["y"])
+    means = [float(ms) for ms in re.findall(r"([-.\d]+) ms late on average", late.drawing)]
+    assert len(means) == 4
+    assert means[3] > 15 > max(map(abs, means[:3]))
+    assert shade(1.0) in late.drawing.rpartition("<g class='cells'")[2]
+    bars = by_title["Where the time of a step goes, by rank"].drawing
+    backward = [float(ms) for ms in re.findall(r"rank \d: backward ([.\d]+) ms", bars)]
+    assert len(backward) == 4
+    assert backward[3] == max(backward)
+    over_time = by_title["Where the time of a step goes, over the run"].drawing
+    assert len(re.findall(r"<title>step \d+: ", over_time)) == 60
 
 
 def test_many_ranks_and_steps_make_a_small_page(tmp_path: Path) -> None:
     imitated = ImitatedRun(num_ranks=200, ranks_per_host=2, num_steps=300, bucket_nbytes=(1000,))
     summary = summary_of(imitated, tmp_path)
-    text = page([(summary, find(summary))], None, script="")
-    assert len(text) < 1_000_000
-    assert not re.search(r"NaN|Infinity", text)
+    text = page([(summary, find(summary))], None, None)
+    assert len(text.encode()) < 200_000
+    assert not re.search(r"\bnan\b|\binf\b|NaN|Infinity", text)
+
+
+@pytest.mark.parametrize(
+    ("values", "ticks"),
+    [
+        ([0.0, 1.0], ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0"]),
+        ([3.0, 3.0], ["2.8", "3.0", "3.2"]),
+        ([0.0], ["-1.0", "-0.5", "0.0", "0.5", "1.0"]),
+        ([12_000, 31_000], ["15,000", "20,000", "25,000", "30,000"]),
+        ([float("nan")], ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0"]),
+        ([1e-7, 4e-7], ["0.0000001", "0.0000002", "0.0000003", "0.0000004"]),
+    ],
+)
+def test_ticks_are_round_numbers(values: list[float], ticks: list[str]) -> None:
+    assert [text for _, text in axis_of(values).ticks] == ticks
+
+
+def test_few_names_stand_below_many_bars() -> None:
+    axis = axis_of_names([str(number) for number in range(48)])
+    assert 4 <= len(axis.ticks) <= 12
+    assert axis.ticks[0] == (0.5, "0")
+    assert len(axis_of_names([f"node{number:04d}.cluster" for number in range(9)]).ticks) <= 3

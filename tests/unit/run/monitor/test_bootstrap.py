@@ -122,6 +122,10 @@ def test_a_script_sees_what_plain_python_shows_it(
         ("import sys\ntry:\n    sys.exit(3)\nfinally:\n    print('x')\n", 0, [3]),
         ("raise SystemExit\n", 0, [0]),
         ("import os\nos.kill(os.getpid(), 9)\n", 0, []),
+        ("import sys\nsys.stderr = sys.stdout\nsys.exit('reason')\n", 0, [1]),
+        ("import sys\nsys.stderr = sys.stdout\nraise ValueError\n", 1, [0]),
+        ("raise KeyboardInterrupt\n", 0, [0]),
+        ("raise ValueError('x' * 100_000)\n", 1, [0]),
         ("import os, sys\nif os.fork() == 0:\n    sys.exit(4)\nprint(os.wait()[1])\n", 0, [0]),
     ],
 )
@@ -132,7 +136,10 @@ def test_a_script_ends_as_under_plain_python(
     command = [sys.executable, "script.py"]
     plain = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=limit(50))
     monitored, messages = run(with_bootstrap(command), tmp_path)
-    assert (monitored.stdout, monitored.stderr) == (plain.stdout, plain.stderr)
+    left = [m.whole for m in messages if isinstance(m, Failed) and not m.is_shown]
+    left += [m.text for m in messages if isinstance(m, Leaving) and m.text]
+    shown = monitored.stderr + "".join(f"{text}\n" for text in left)  # by the launcher
+    assert (monitored.stdout, shown) == (plain.stdout, plain.stderr)
     assert monitored.returncode == plain.returncode
     assert sum(isinstance(message, Failed) for message in messages) == num_failures
     assert [m.status for m in messages if isinstance(m, Leaving)] == statuses

@@ -9,9 +9,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import limit
 from torchmn.cluster.environment_variables import MONITOR_VARIABLE
+from torchmn.comm.flight_recorder import FlightRecorder
 from torchmn.control.connection import Channel
-from torchmn.control.messages import Leaving, ProcessState, StatusReply, StatusRequest
+from torchmn.control.messages import (
+    EngineStatus,
+    Leaving,
+    ProcessState,
+    StatusReply,
+    StatusRequest,
+)
 from torchmn.control.script import is_consequence
 from torchmn.control.script_connection import ScriptLink
 from torchmn.errors import (
@@ -111,11 +119,14 @@ def test_the_agent_replies_for_a_silent_script() -> None:
     assert 100 <= link.reply_by - before < 110
     link.reply_if_overdue()
     assert forwarded == []
-    link.reply_by -= 110
+    link.request_status(StatusRequest(limit_s=200.0))
+    link._reply_by[0] -= 110
     link.reply_if_overdue()
     assert len(forwarded) == 1
+    assert link.reply_by is not None  # of the second request, which has its own limit
     assert isinstance(forwarded[0], StatusReply)
     assert forwarded[0].process is ProcessState.RUNNING
+    assert forwarded[0].rss_nbytes > 1_000_000
     other.close()
     own.close()
 
@@ -132,4 +143,38 @@ def test_only_messages_of_scripts_are_forwarded() -> None:
     script.close()
     link.forward_messages()
     assert not link.is_open
+    own.close()
+
+
+def test_a_status_has_what_was_asked_for() -> None:
+    """Stacks, collectives and queue; the memory of the device as the record has measured it."""
+    own, other = socket.socketpair()
+    agent = Channel(other)
+    monitor = script_monitor.ScriptMonitor(own)
+    recorder = FlightRecorder(job_ranks=(0, 1), has_whole_job=True)
+    recorder.look_at_engine = lambda ranks: EngineStatus(
+        ranks=ranks, is_running=True, num_queued=3, num_on_device=0
+    )
+    monitor.collectives(recorder)
+    monitor.memory(7_000)
+    for number in range(5):
+        entry = recorder.begin("world", f"barrier{number}", (), "uint8")
+        if number < 4:
+            recorder.end(entry, "done")
+    replies = []
+    for num_recent in (0, 3):
+        agent.post(StatusRequest(limit_s=1.0, num_recent=num_recent))
+        replies.append(agent.wait_for(StatusReply, limit(20)))
+    plain, full = replies
+    assert plain.recent == ()
+    assert [each.what for each in full.recent] == ["barrier2", "barrier3", "barrier4"]
+    assert [each.state for each in full.recent] == ["done", "done", "running"]
+    assert full.engines == (EngineStatus(ranks=(), is_running=True, num_queued=3, num_on_device=0),)
+    assert full.device_nbytes == 7_000
+    assert full.rss_nbytes > 1_000_000
+    assert "MainThread:" in full.stacks
+    assert "test_a_status_has_what_was_asked_for" in full.script_stack
+    agent.close()
+    (thread,) = (each for each in threading.enumerate() if each.name == "torchmn-monitor")
+    thread.join(limit(20))
     own.close()

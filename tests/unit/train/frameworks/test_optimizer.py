@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from torchmn import create_multi_node_optimizer
 from torchmn.comm import Communicator
+from torchmn.errors import CheckpointWarning
 from torchmn.testing import run_ranks
 from torchmn.train.frameworks.exchange import RANKS, FrameworkOptimizer
 
@@ -124,7 +125,7 @@ def test_the_state_of_rank_0_alone_is_not_enough() -> None:
         if comm.rank == 0:
             again.load_state_dict(saved)
             return
-        with pytest.raises(RuntimeWarning, match="this rank starts without residuals"):
+        with pytest.raises(CheckpointWarning, match="this rank starts without residuals"):
             again.load_state_dict(saved)
 
     run_ranks(rank_main, 2)

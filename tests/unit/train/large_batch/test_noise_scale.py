@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tests.unit.models import OfObject, batch, equal, fill, local_grads, loss_of, mlp, values
 from torchmn import create_multi_node_optimizer
 from torchmn.comm import Communicator
-from torchmn.errors import UnsupportedError, UsageError
+from torchmn.errors import TorchmnWarning, UnsupportedError, UsageError
 from torchmn.exchange.gradient_norms import GradientNorms, squared_norms
 from torchmn.exchange.optimizer import MultiNodeOptimizer
 from torchmn.nn import MultiNodeChainList
@@ -360,7 +360,7 @@ def test_one_rank_alone_is_warned_and_measures_nothing() -> None:
     def rank_main(comm: Communicator) -> float | None:
         model = mlp()
         optimizer = optimizer_of(model, comm)
-        with pytest.warns(RuntimeWarning, match="not measured on one rank alone"):
+        with pytest.warns(TorchmnWarning, match="not measured on one rank alone"):
             noise = GradientNoiseScale(optimizer, every=1)
         loss_of(model, batch(0, 0)).backward()
         optimizer.step()

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import (
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.unit.data.test_global_sampler import Placement
-from torchmn.errors import UnknownNameError, UsageError
+from torchmn.errors import ResultWarning, UnknownNameError, UsageError
 from torchmn.train.large_batch import (
     BatchGrowth,
     BatchSchedule,
@@ -198,7 +198,7 @@ def test_a_rate_set_by_others_is_warned_of_with_the_group() -> None:
     plateau = ReduceLROnPlateau(optimizer, patience=0, factor=0.5, min_lr=[0.2, 0.0])
     for loss in (1.0, 2.0):
         plateau.step(loss)
-    with pytest.warns(RuntimeWarning, match=r"MultiStep has set .* group 1 to 0\.6, .* it is 0\.3"):
+    with pytest.warns(ResultWarning, match=r"MultiStep has set .* group 1 to 0\.6, .* it is 0\.3"):
         scaling.step()
     assert optimizer.param_groups[1]["lr"] == pytest.approx(0.6)
     optimizer.param_groups[0]["lr"] = 7.0  # by hand; one warning is enough

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import warnings
 from typing import Protocol, cast
 
 from torch import Tensor
 
+from torchmn.base.errors import PerformanceWarning
+from torchmn.base.warn import warn
 from torchmn.comm.codecs.base import Lost
 from torchmn.comm.codecs.kernels.wire_format import Noise, StripePlan
 
@@ -45,10 +46,10 @@ def kernels_for(device_type: str) -> Kernels:
         "numba": " Install numba: pip install 'torchmn[compression]'.",
         "triton": " Install triton.",
     }
-    warnings.warn(
+    warn(
         f"Gradients on {device_type} are quantized with plain torch, about ten times slower than "
         f"with compiled kernels.{cure.get(compiler, '')}",
-        stacklevel=2,
+        PerformanceWarning,
     )
     return _load("reference")
 

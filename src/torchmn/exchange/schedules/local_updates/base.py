@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
 
 import torch
@@ -59,11 +59,13 @@ from torchmn.exchange.schedules.local_updates.fragments import (
     Fragment,
     FragmentSchedule,
     PseudoGradient,
-    averageable,
+    is_trained,
     new_codecs,
+    raise_if_of_others,
     reset_momentum_,
     restart_where_not_finite_,
     split_into_fragments,
+    trained_and_frozen,
 )
 from torchmn.exchange.schedules.local_updates.growing_blocks import (
     BlockLength,
@@ -94,10 +96,11 @@ class LocalUpdateSchedule(Schedule):
         eager: with ``overlap_steps``, apply the momentum of the outer step before the exchange.
         intra_node: ``every_step`` averages gradients at every step among the ranks of a node.
 
-    Every floating-point parameter of the optimizer is exchanged, frozen ones included; to save
-    their bytes leave them out of the optimizer. Buffers, such as the running statistics of batch
-    normalization, stay local to each rank as they do under every other schedule: evaluation and
-    checkpointing synchronize them. Raises UsageError: an argument is out of range.
+    Every floating-point parameter that the optimizer trains is exchanged. Frozen ones are not,
+    until they are unfrozen, on all ranks: the next step then ends the partial block. Buffers, such
+    as the running statistics of batch normalization, stay local to each rank as they do under every
+    other schedule: evaluation and checkpointing synchronize them. Raises UsageError: an argument is
+    out of range.
 
     >>> from torchmn.exchange.schedules import DiLoCo, LocalUpdateSchedule
     >>> isinstance(DiLoCo(block_size=4096), LocalUpdateSchedule)
@@ -230,8 +233,10 @@ class LocalUpdateSchedule(Schedule):
         else:
             self._reducer.suspend()
 
-    def rebuild(self) -> None:
-        parameters = averageable(self._exchange.trained())
+    def rebuild(self, also: Collection[str] = ()) -> None:
+        # What was trained once is kept: ranks differ in it until the end of a block.
+        known = {*self.anchors, *also}
+        parameters, self._frozen = trained_and_frozen(self._exchange.trained(), known)
         self.anchors = {
             name: self.anchors.get(name, torch.empty_like(p, requires_grad=False))
             for name, p in parameters
@@ -256,6 +261,8 @@ class LocalUpdateSchedule(Schedule):
             self._count_samples(self._exchange.num_samples)
 
     def step(self, closure: Callable[[], float] | None) -> float | None:
+        if any(map(is_trained, self._frozen)):
+            self._exchange_more()
         if not self._reducer.is_active:
             self._exchange.num_active = self._step_without_data()
             return None
@@ -314,6 +321,20 @@ class LocalUpdateSchedule(Schedule):
         if self._node is not None:
             self._node.close()
             self._node = None
+
+    def _exchange_more(self) -> None:
+        """End the block, and exchange what was frozen until now in the next ones. *Collective.*
+
+        Raises UnsupportedError: inside ``join()``, where a rank may have left its loop.
+        """
+        if self._contribution.is_joining:
+            raise UnsupportedError(
+                f"{self._comm.rank_label}: parameters were unfrozen inside of join(), and "
+                f"{self.name} must end the block on all ranks before it exchanges them. Unfreeze "
+                "them before join()."
+            )
+        self.flush()
+        self.rebuild()
 
     # ---- blocks ----
 
@@ -536,7 +557,10 @@ class LocalUpdateSchedule(Schedule):
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.sums.drain()  # the engine may still write its buckets, which are used again
-        self._check_state(state)
+        names = {name for part in state.get("fragments", ()) for name in part["names"]}
+        if not names <= self.anchors.keys():  # some were unfrozen before it was saved
+            self.rebuild(names)
+        raise_if_of_others(state, len(self._fragments), self.anchors)
         self._known.forget()
         self._is_resumed = True
         node, fragments = self._node, self._fragments
@@ -557,20 +581,6 @@ class LocalUpdateSchedule(Schedule):
         for index, fragment in enumerate(fragments):
             if fragment.load_state_dict(state["fragments"][index] if state else {}):
                 self._pending = fragment
-
-    def _check_state(self, state: dict[str, Any]) -> None:
-        num_fragments = len(state.get("fragments", self._fragments))
-        if num_fragments != len(self._fragments):
-            raise UsageError(
-                f"This state was saved with num_fragments={num_fragments}, and here it is "
-                f"{len(self._fragments)}. Use the same number."
-            )
-        saved = state.get("anchors") or self.anchors
-        if saved.keys() != self.anchors.keys():
-            odd = sorted(saved.keys() ^ self.anchors.keys())
-            raise UsageError(
-                f"The saved anchors are of other parameters; they differ in {odd[:5]}."
-            )
 
 
 def _is_concurrent(comm: Communicator) -> bool:

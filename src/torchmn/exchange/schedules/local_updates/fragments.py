@@ -300,8 +300,8 @@ def split_into_fragments(
     """
     if num_fragments > len(parameters):
         raise UsageError(
-            f"num_fragments={num_fragments}, but the optimizer has {len(parameters)} parameters. A "
-            "fragment holds at least one: use fewer fragments."
+            f"num_fragments={num_fragments}, but {len(parameters)} parameters are trained. "
+            "A fragment holds at least one: use fewer fragments."
         )
     total = sum(parameter.nbytes for _, parameter in parameters)
     parts: list[list[NamedParameter]] = [[]]
@@ -317,9 +317,41 @@ def split_into_fragments(
     return parts
 
 
-def averageable(parameters: Sequence[NamedParameter]) -> list[NamedParameter]:
-    """Floating-point and complex parameters, frozen ones included."""
-    return [(n, p) for n, p in parameters if p.is_floating_point() or p.is_complex()]
+def trained_and_frozen(
+    parameters: Sequence[NamedParameter], known: Collection[str]
+) -> tuple[list[NamedParameter], list[Tensor]]:
+    """Divide floating-point and complex parameters into those to exchange and the others. Local.
+
+    Exchanged are those that are trained and those named in ``known``; all if there are none. A
+    frozen one keeps the value with which all ranks began: its anchor and its bytes would be for
+    nothing, and where adapters are trained (LoRA) nearly all are frozen.
+    """
+    numbers = [(n, p) for n, p in parameters if p.is_floating_point() or p.is_complex()]
+    names = {n for n, p in numbers if n in known or is_trained(p)} or {n for n, _ in numbers}
+    frozen: list[Tensor] = [p for n, p in numbers if n not in names]
+    return [(n, p) for n, p in numbers if n in names], frozen
+
+
+def is_trained(parameter: Tensor) -> bool:
+    """Whether a step may change it: optimizers change a frozen one only if it has a gradient."""
+    whole = whole_of(parameter)
+    return whole.requires_grad or whole.grad is not None
+
+
+def raise_if_of_others(
+    state: Mapping[str, Any], num_fragments: int, anchors: Mapping[str, Tensor]
+) -> None:
+    """Raise UsageError: a saved state has other fragments or anchors. Local."""
+    num_saved = len(state.get("fragments", range(num_fragments)))
+    if num_saved != num_fragments:
+        raise UsageError(
+            f"This state was saved with num_fragments={num_saved}, and here it is {num_fragments}. "
+            "Use the same number."
+        )
+    saved = state.get("anchors") or anchors
+    if saved.keys() != anchors.keys():
+        odd = sorted(saved.keys() ^ anchors.keys())
+        raise UsageError(f"The saved anchors are of other parameters; they differ in {odd[:5]}.")
 
 
 MOMENTUM_BUFFERS = ("momentum_buffer", "exp_avg")

@@ -18,7 +18,6 @@ at the server, with the worker's hyper-parameters at that step; a shard holds wh
 
 import atexit
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -31,6 +30,7 @@ from torch.optim import LBFGS, Optimizer
 from torchmn.base import events
 from torchmn.base.errors import RankMismatchError, UnsupportedError, UsageError
 from torchmn.base.torch_private import STEP_HOOKS
+from torchmn.base.warn import warn
 from torchmn.comm.codecs import StripeCodec
 from torchmn.comm.engine import Engine, Work
 from torchmn.comm.transports.base import abort_pending_receives
@@ -335,11 +335,9 @@ class ParameterServer(Schedule):
         lost = {worker for reply in replies.values() for worker in reply.lost} - self.lost
         if lost:
             self.lost |= lost
-            warnings.warn(
+            warn(
                 f"{self._comm.rank_label}: rank {', '.join(map(str, sorted(lost)))} is lost. "
                 "Training continues without it.",
-                RuntimeWarning,
-                stacklevel=4,
             )
 
     def _raise_if_changed(self) -> None:

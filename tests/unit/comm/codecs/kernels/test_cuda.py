@@ -42,18 +42,18 @@ def run(what: str, **variables: str) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_by_the_interpreter() -> None:
-    assert "200 cases agree" in run("cpu", TRITON_INTERPRET="1")
+    assert "232 cases agree" in run("cpu", TRITON_INTERPRET="1")
 
 
 @needs_triton
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_they_compile_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
-    assert "18 kernels compiled" in run("compile", TRITON_CACHE_DIR=str(tmp_path))
+    assert "16 kernels compiled" in run("compile", TRITON_CACHE_DIR=str(tmp_path))
 
 
 @needs_triton
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_on_a_gpu() -> None:
-    assert compare("cuda") == 200
+    assert compare("cuda") == 232

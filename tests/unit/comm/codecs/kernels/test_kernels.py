@@ -18,6 +18,7 @@ from torchmn.comm.codecs.base import Lost
 from torchmn.comm.codecs.kernels import Kernels, kernels_for, reference
 from torchmn.comm.codecs.kernels.wire_format import Noise
 from torchmn.comm.codecs.layout import Segment
+from torchmn.errors import PerformanceWarning
 
 pytestmark = pytest.mark.timeout(300)  # numba compiles once per machine, on one that may be busy
 
@@ -165,6 +166,6 @@ print((decoded - values).abs().max() < 0.005, [str(w.message) for w in caught])
 
 def test_other_devices_get_a_warning() -> None:
     kernels_for.cache_clear()
-    with warnings.catch_warnings(), pytest.warns(UserWarning, match="Gradients on xpu"):
+    with warnings.catch_warnings(), pytest.warns(PerformanceWarning, match="Gradients on xpu"):
         assert kernels_for("xpu").encode is reference.encode
     kernels_for.cache_clear()

@@ -30,7 +30,7 @@ from tests.unit.models import (
 )
 from torchmn import create_multi_node_optimizer
 from torchmn.cluster import Topology
-from torchmn.errors import NonFiniteGradientError, UnsupportedError, UsageError
+from torchmn.errors import NonFiniteGradientError, ResultWarning, UnsupportedError, UsageError
 from torchmn.exchange.replicas import different_tensors
 from torchmn.exchange.schedules import BlockMomentum, DiLoCo, PeriodicAverage, Warmup
 from torchmn.testing import run_ranks
@@ -329,7 +329,7 @@ def test_one_may_be_warned_instead() -> None:
         optimizer.step()
         assert equal(values(model), start)
 
-    with pytest.warns(RuntimeWarning, match="pseudo-gradients of a block were not finite"):
+    with pytest.warns(ResultWarning, match="pseudo-gradients of a block were not finite"):
         run_ranks(rank_main, 1)
 
 
@@ -511,7 +511,7 @@ def test_invalid_values_for_this_world() -> None:
     def rank_main(comm):
         with pytest.raises(UsageError, match="less than one for each of the 2 workers"):
             wrap(comm, PeriodicAverage(1))
-        with pytest.raises(UsageError, match="num_fragments=5, but the optimizer has 4 parameters"):
+        with pytest.raises(UsageError, match="num_fragments=5, but 4 parameters are trained"):
             wrap(comm, PeriodicAverage(8, num_fragments=5))
 
     run_ranks(rank_main, 2)

@@ -10,9 +10,9 @@ from torch import nn
 
 from torchmn.exchange.schedules.local_updates.fragments import (
     FragmentSchedule,
-    averageable,
     reset_momentum_,
     split_into_fragments,
+    trained_and_frozen,
 )
 
 
@@ -39,8 +39,8 @@ def test_parts_have_about_the_same_number_of_bytes() -> None:
 
 def test_integers_have_no_mean() -> None:
     whole = nn.Parameter(torch.zeros(2, dtype=torch.int64), requires_grad=False)
-    names = [name for name, _ in averageable([*named([3]), ("counts", whole)])]
-    assert names == ["0"]
+    trained, frozen = trained_and_frozen([*named([3]), ("counts", whole)], ())
+    assert ([name for name, _ in trained], frozen) == (["0"], [])
 
 
 def test_only_first_moments_are_reset() -> None:

@@ -20,6 +20,7 @@ from torchmn.errors import (
     NonFiniteGradientError,
     RankMismatchError,
     TimeLimitError,
+    TorchmnWarning,
     UnsupportedError,
     UsageError,
 )
@@ -445,7 +446,7 @@ class TestWaiting:
             optimizer.flush()
             return values(model), schedule.lost
 
-        with pytest.warns(RuntimeWarning, match="rank 1 is lost"):
+        with pytest.warns(TorchmnWarning, match="rank 1 is lost"):
             (first, lost), _, (third, _) = run_ranks(job, 3)
         assert lost == {1}
         assert equal(first, third)

@@ -1,0 +1,1 @@
+"""Fine-tuning with LoRA over a slow link."""
