@@ -52,7 +52,6 @@ def join_job(options: RunOptions, env: Mapping[str, str]) -> int:
     here = socket.gethostname()
     job = Job(argv=options.argv, num_ranks=slots, backend="gloo", log_dir=options.log_folder)
     base = worker_environment(job, env)
-    os.environ.clear()  # what an outer launcher has left does not hold for the ranks
     order = RunHost(
         host=here,
         slots=slots,
@@ -64,6 +63,7 @@ def join_job(options: RunOptions, env: Mapping[str, str]) -> int:
     )
     _wait_for_launcher(host, port, limit_s)
     _log.info("%s joins the job at %s:%d with %s", here, host, port, counted(slots, "rank"))
+    os.environ.clear()  # what an outer launcher has left does not hold for the ranks
     text = take_part(lambda: order)
     if text:
         _log.error("%s is out of the job: %s", here, text)
