@@ -287,7 +287,7 @@ class MultiNodeCheckpointer:
                 if problem is None:
                     self.resumed_from = name
                     log = self._comm.logger(__name__)
-                    log.info("resumed after step %d from %s", manifest.step, self._where / name)
+                    log.info("resumed after step %d from %s/%s", manifest.step, self._where, name)
                     if problems:
                         self._warn_once_per_job(
                             f"{self._where}: not every checkpoint is valid. {'; '.join(problems)}. "

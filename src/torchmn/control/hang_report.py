@@ -49,7 +49,8 @@ class RankStatus:
     """What is known about a rank. ``text`` replaces collectives and stacks that it did not send.
 
     ``details`` are more lines about it. ``is_halted``: it will not reach another collective without
-    outside help. ``has_ended``: it has reached the end of its script.
+    outside help. ``has_ended``: it has reached the end of its script. ``awaits_input``: it waits
+    for a person at the terminal.
     """
 
     collectives: tuple[CollectiveStatus, ...] = ()
@@ -59,6 +60,7 @@ class RankStatus:
     details: tuple[str, ...] = ()
     is_halted: bool = False
     has_ended: bool = False
+    awaits_input: bool = False
 
     @classmethod
     def of(cls, reply: StatusReply) -> RankStatus:
@@ -68,7 +70,10 @@ class RankStatus:
             return cls(text=text, is_halted=True, has_ended=True)
         if reply.process is None:
             return cls(
-                collectives=reply.collectives, stacks=reply.stacks, script_stack=reply.script_stack
+                collectives=reply.collectives,
+                stacks=reply.stacks,
+                script_stack=reply.script_stack,
+                awaits_input=reply.awaits_input,
             )
         where = f" (in {reply.kernel_function})" if reply.kernel_function else ""
         why = "" if reply.process not in _GOES_ON else f"; {_HOLDS_GIL}"
