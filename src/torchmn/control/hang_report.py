@@ -236,6 +236,8 @@ def _details(reply: StatusReply, pid: int, num_recent: int) -> tuple[str, ...]:
     memory = f"  process {pid}, {reply.rss_nbytes / 1e9:.2f} GB of memory"
     if reply.device_nbytes:
         memory += f", {reply.device_nbytes / 1e9:.2f} GB on its device"
+    if reply.awaits_input:
+        memory += ", waits for a person at the terminal"
     engines = [
         f"  exchanges{f' of {_ranks(each.ranks)}' if each.ranks else ''}: {int(each.is_running)} "
         f"running, {each.num_queued} queued, {each.num_on_device} on a GPU"
