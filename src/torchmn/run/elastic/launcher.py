@@ -75,7 +75,7 @@ class ElasticLauncher:
         )
         self._hosts = HostProcesses(names, self._host_command, self._job.log_dir)
         self._ranks: RoundSession | None = None
-        self._inspections = Inspections.of(self._job.log_dir)
+        self._inspections = Inspections(self._job.log_dir)
         self._has_stopped = False
         self._end: str | None = None  # why the job ended, empty if it went well
         self._kill_at = float("inf")
@@ -96,8 +96,7 @@ class ElasticLauncher:
                 self._ranks.close()
             self._rendezvous.close()
             self._listener.close()
-            if self._inspections is not None:
-                self._inspections.close()
+            self._inspections.close()
         code = self._report()
         self._owner.finish_output()
         return code
