@@ -67,6 +67,7 @@ SECTIONS = (
         (
             "how-to/install",
             "how-to/port-a-script",
+            "how-to/one-machine-with-gpus",
             "how-to/start",
             "how-to/job-scripts",
             "how-to/kubernetes",
@@ -82,6 +83,7 @@ SECTIONS = (
             "how-to/slow",
             "how-to/record",
             "how-to/slow-links",
+            "how-to/lora",
             "how-to/gradient-accumulation",
             "how-to/large-batch",
             "how-to/mixed-gpus",

@@ -144,7 +144,7 @@ def traceback_text(error: BaseException) -> str:
     For a `TorchmnError` it also omits chained exceptions without user code, which the message
     describes. Nothing is omitted with ``TORCHMN_TRACEBACK=1`` or outside of user code.
     """
-    shown = traceback.TracebackException.from_exception(error)
+    shown = traceback.TracebackException.from_exception(error, compact=True)
     if os.environ.get(TRACEBACK_VARIABLE) or not _has_user_code(shown):
         return whole_text(error)
     if isinstance(error, TorchmnError):

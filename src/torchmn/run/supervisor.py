@@ -46,7 +46,7 @@ class Supervisor:
         self._owner = ProcessOwner(output)
         self._session = AgentSession(listener, job.num_ranks, job, job.log_dir, output)
         self._session.variables = variables or {}
-        self._session.inspections = Inspections.of(job.log_dir, output.say)
+        self._session.inspections = Inspections.of(job.log_dir)
         self._processes: dict[int, Command] = {}
         self._start_by = self._session.clock.now + _START_LIMIT_S
         self._kill_at = math.inf

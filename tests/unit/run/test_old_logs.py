@@ -69,17 +69,18 @@ def test_the_folder_of_a_running_job_stays(tmp_path: Path) -> None:
 
 
 def test_by_default_all_stay_and_many_are_told_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO", "torchmn")
     for number in range(MANY - 1):
         run(tmp_path, number)
     assert remove_old(tmp_path, None) == ""
     run(tmp_path, MANY)
     own = made(tmp_path, None)
-    said = capsys.readouterr().err
-    assert f"torchmn: {tmp_path} has the logs of {MANY} runs; --keep-logs N keeps" in said
+    assert f"{tmp_path} has the logs of {MANY} runs; --keep-logs N keeps" in caplog.text
+    caplog.clear()
     made(tmp_path, None)
-    assert capsys.readouterr().err == ""
+    assert caplog.text == ""
     assert len(os.listdir(tmp_path)) == MANY + 3
     assert own.log_dir.exists()
 

@@ -74,7 +74,7 @@ class ElasticLauncher:
         )
         self._hosts = HostProcesses(names, self._host_command, self._job.log_dir)
         self._ranks: RoundSession | None = None
-        self._inspections = Inspections.of(self._job.log_dir, output.say)
+        self._inspections = Inspections.of(self._job.log_dir)
         self._has_stopped = False
         self._end: str | None = None  # why the job ended, empty if it went well
         self._kill_at = float("inf")

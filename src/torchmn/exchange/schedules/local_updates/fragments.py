@@ -300,8 +300,8 @@ def split_into_fragments(
     """
     if num_fragments > len(parameters):
         raise UsageError(
-            f"num_fragments={num_fragments}, but {len(parameters)} parameters are trained. "
-            "A fragment holds at least one: use fewer fragments."
+            f"num_fragments={num_fragments}, but {len(parameters)} parameters are trained. A "
+            "fragment holds at least one: use fewer fragments."
         )
     total = sum(parameter.nbytes for _, parameter in parameters)
     parts: list[list[NamedParameter]] = [[]]
