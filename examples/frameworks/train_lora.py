@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig, get_peft_model
-from torchmn.schedules import DiLoCo
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -28,6 +27,7 @@ from transformers import (
     set_seed,
 )
 
+from torchmn.schedules import DiLoCo
 from torchmn.train.frameworks import ExchangeOptions, attach  # (1)
 
 BATCH, BLOCK = 8, 20

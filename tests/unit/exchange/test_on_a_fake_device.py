@@ -239,6 +239,7 @@ class RunsOut(nn.Module):
 
 
 class Raises(torch.autograd.Function):
+
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
         return x.clone()
