@@ -1,6 +1,6 @@
 """On a GPU: codec kernels, host waits, memory and speed beside DDP, slow links with GPU compute.
 
-    bench_gpu.py [--parts kernels,waits,memory,speed,links] [--total S] [--nccl FILE] [--record FILE]
+    bench_gpu.py [--parts kernels,waits,memory,speed,links] [--total S] [--nccl FILE]
     bench_gpu.py --smoke     # tiny models on CPUs, to see that all of it runs; keeps no record
 
 Two ranks over NCCL, which share the GPU if there is one only: times then say what the host costs
@@ -100,5 +100,10 @@ if __name__ == "__main__":
         from gpu import worker
 
         {"worker": worker.work, "serve": worker.serve}[sys.argv[1]](*sys.argv[2:])
-        raise SystemExit(0)
-    raise SystemExit(main())
+    elif sys.argv[1:2] == ["links"]:
+        sys.path.insert(0, str(ROOT))
+        from gpu.parts import measure_links
+
+        measure_links(*sys.argv[2:])
+    else:
+        raise SystemExit(main())

@@ -1,6 +1,6 @@
 """Fine-tuning with LoRA over 100 Mb/s: how many steps per second, and to which loss, beside DDP.
 
-    bench_lora.py [--turns N] [--sides PATTERN;...] [--record FILE]
+    bench_lora.py [--turns N] [--rate RATE] [--sides PATTERN;...] [--record FILE]
     bench_lora.py --report        # the recorded runs, without measuring
     bench_lora.py --choose        # losses of candidates on the other half of the text; no record
     bench_lora.py --smoke         # every side for a few steps; keeps no record
@@ -28,6 +28,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from fnmatch import fnmatch
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,17 +46,18 @@ Run = dict[str, Any]
 
 
 def main() -> int:
+    from lora import settings
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     add = parser.add_argument
     add("--turns", type=int, help="of 20 steps of every side [8]")
+    add("--rate", default=settings.RATE, help="of the link [%(default)s]")
     add("--sides", default="*", help="names or patterns, separated by semicolons [all]")
     add("--record", type=Path, default=RECORD, help="file of the runs")
-    add("--report", action="store_true", help="report the newest recorded run")
+    add("--report", action="store_true", help="report the newest recorded run at this rate")
     add("--choose", action="store_true", help="losses of the candidates, over a fast link")
     add("--smoke", action="store_true", help="every side for a few steps, without a record")
     arguments = parser.parse_args()
-    from lora import settings
-
     if not arguments.report:
         if reason := _missing():
             print(f"bench_lora: {reason}.", file=sys.stderr)
@@ -71,13 +73,15 @@ def main() -> int:
         elif arguments.choose:
             run = measure(sides, turns=turns, rate=FAST_RATE, half="first")
         else:
-            run = measure(sides, turns=turns, rate=settings.RATE, half="second")
+            run = measure(sides, turns=turns, rate=arguments.rate, half="second")
             arguments.record.parent.mkdir(parents=True, exist_ok=True)
             with arguments.record.open("a") as file:
                 file.write(json.dumps(run) + "\n")
     else:
-        run = json.loads(arguments.record.read_text().splitlines()[-1])
-    print(f"{run['date']}, others used {max(t['foreign_share'] for t in run['turns']):.0%} at most")
+        runs = map(json.loads, arguments.record.read_text().splitlines())
+        run = [each for each in runs if each["rate"] == arguments.rate][-1]
+    others = max(turn["foreign_share"] for turn in run["turns"])
+    print(f"{run['rate']}, {run['date']}, others used at most {others:.0%} of the processors")
     return report("lora_choice" if arguments.choose else "lora", bars_of(run))
 
 
@@ -142,6 +146,7 @@ def measure(
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "environment": environment(),
+        "versions": {name: version(name) for name in ("transformers", "peft")},
         "rate": rate,
         "steps": turns * steps,
         "parameters": {key: numbers[key] for key in ("trained", "all")},

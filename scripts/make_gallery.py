@@ -2,9 +2,9 @@
 
     python scripts/make_gallery.py
 
-Most pictures show what their example has: images of its data set, rates of its schedules, a recorded
-run of `make bench-lm`, losses of a training run that is made here. Those of divided models and of
-frameworks are sketches. All are small: a palette of 32 colours.
+Most pictures show what their example has: images of its data set, rates of its schedules, a
+recorded run of `make bench-lm`, losses of a training run that is made here. Those of divided models
+and of frameworks are sketches. All are small: a palette of 32 colours.
 """
 
 from __future__ import annotations
@@ -25,6 +25,11 @@ from matplotlib import pyplot
 from matplotlib.patches import FancyBboxPatch, Rectangle
 from PIL import Image
 from sklearn.datasets import load_digits
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 ROOT = Path(__file__).parents[1]
 FIGURES = ROOT / "docs" / "figures"

@@ -1,5 +1,7 @@
-"""Draw speed as a share of no-exchange: `docs/figures/exchange.png`, per side and setting, and of it
-`start.png`, the figure of the README and of the first page.
+"""Draw speed as a share of no-exchange.
+
+`docs/figures/exchange.png` has all sides and settings, and `start.png`, the figure of the README
+and of the first page, some of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The parts of `make bench-gpu`, each within the time that is left: what they start and their bars."""
+"""The parts of `make bench-gpu`, each within the time that is left, and their bars."""
 
 from __future__ import annotations
 
@@ -56,42 +56,45 @@ class Run:
 
     def measure(self, what: str, part: str, **arguments: object) -> dict[str, Any] | None:
         """Run a part on two ranks; None, with a note in `not_run`, if there is no result."""
+        with tempfile.TemporaryDirectory(prefix="torchmn-bench-") as folder:
+            launcher = ["-m", "torchmn", "run", "-n", str(NUM_RANKS), "--backend", self.backend]
+            launcher += ["--log-dir", folder, str(SCRIPT), "worker", part]
+            found = self.call(what, launcher, Path(folder), json.dumps(arguments))
+        if found is not None:
+            self.facts[part] = f"{found.pop('route')}: {found.pop('reason')}"
+        return found
+
+    def call(
+        self, what: str, words: Sequence[str], folder: Path, arguments: str
+    ) -> dict[str, Any] | None:
+        """Run a Python program, which writes its result into a file, in the time that is left."""
         if self.left_s < LEAST_S:
             self.not_run[what] = "no time was left"
             return None
-        with tempfile.TemporaryDirectory(prefix="torchmn-bench-") as folder:
-            out, log = Path(folder) / "result.json", Path(folder) / "log"
-            command = [sys.executable, "-m", "torchmn", "run", "-n", str(NUM_RANKS)]
-            command += ["--backend", self.backend, "--log-dir", folder, str(SCRIPT), "worker"]
-            command += [part, str(out), json.dumps(arguments)]
-            with log.open("w") as file:
-                process = subprocess.Popen(
-                    command,
-                    env=self._environment(),
-                    stdout=file,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-                try:
-                    status: int | None = process.wait(self.left_s)
-                except subprocess.TimeoutExpired:
-                    status = None
-                finally:
-                    with suppress(ProcessLookupError):
-                        os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
-            if status == 0 and out.exists():
-                found: dict[str, Any] = json.loads(out.read_text())
-                self.facts[part] = f"{found.pop('route')}: {found.pop('reason')}"
-                return found
-            end = log.read_text(errors="replace").strip()[-800:]
+        out, log = folder / "result.json", folder / "log"
+        with log.open("w") as file:
+            process = subprocess.Popen(
+                [sys.executable, *words, str(out), arguments],
+                env={**os.environ, **({} if self.nccl is None else {"LD_PRELOAD": str(self.nccl)})},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                status: int | None = process.wait(self.left_s)
+            except subprocess.TimeoutExpired:
+                status = None
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        if status != 0:
             why = "no time was left" if status is None else f"exit status {status}"
-            self.not_run[what] = f"{why}: {end}"
+            self.not_run[what] = f"{why}: {log.read_text(errors='replace').strip()[-800:]}"
+        if not out.exists():
             return None
-
-    def _environment(self) -> dict[str, str]:
-        preloaded = {} if self.nccl is None else {"LD_PRELOAD": str(self.nccl)}
-        return {**os.environ, **preloaded}
+        found: dict[str, Any] = json.loads(out.read_text())  # what there is when time is over
+        return found
 
 
 # ---- waits ----
@@ -184,52 +187,67 @@ def speed_bars(what: str, seconds: Mapping[str, Sequence[float]]) -> list[Bar]:
 
 
 def links(run: Run) -> list[Bar]:
-    from tests.netlab import missing_requirement, netlab
+    from tests.netlab import missing_requirement
 
     if reason := missing_requirement():
         run.not_run["slow links"] = reason
         return []
-    bars = []
+    with tempfile.TemporaryDirectory(prefix="torchmn-bench-") as folder:
+        # A process of its own: its hosts are removed when it is killed, at the end of the time.
+        left_s = str(run.left_s)
+        found = run.call("slow links", [str(SCRIPT), "links"], Path(folder), left_s)
+    if found is None:
+        return []
+    run.not_run |= found["not_run"]
+    run.facts["links"] = found["route"]
+    return [bar for what, rates in found["rates"].items() for bar in link_bars(what, rates)]
+
+
+def measure_links(out: str, left_s: str) -> None:
+    """Tokens per second of all sides over each link, written when a link is done."""
+    from tests.netlab import netlab
+
+    deadline_s = time.monotonic() + float(left_s)
+    found: dict[str, Any] = {"rates": {}, "not_run": {}, "route": ""}
     lines = [("gpt", "1gbit"), ("resnet50", "1gbit"), ("gpt", "10gbit"), ("resnet50", "100mbit")]
     with netlab(NUM_RANKS, None) as lab:
         for number, (model, rate) in enumerate(lines[:1] if IS_SMOKE else lines):
             what = f"{model} over {rate}"
-            if run.left_s < LEAST_S:
-                run.not_run[what] = "no time was left"
+            if time.monotonic() > deadline_s - 2 * LEAST_S:
+                found["not_run"][what] = "no time was left"
                 continue
             lab.set_rate(None)  # while the ranks begin
             words = [str(SCRIPT), "serve", model, *OF_LINKS]
-            try:
-                # Over gloo and torchmn's own streams: NCCL is for GPUs of one's own.
-                variables = {SHARE_GPU_VARIABLE: "0"}
-                job = start_ranks(words, lab, port=29500 + number, variables=variables)
-                lab.set_rate(rate)
-                bars += link_bars(what, _turns(run, job))
-                end_ranks(job)
-            except (RuntimeError, ValueError) as error:  # a rank has ended
-                run.not_run[what] = str(error)
-    return bars
+            # Over gloo and torchmn's own streams: NCCL is for GPUs of one's own.
+            variables = {SHARE_GPU_VARIABLE: "0", "PYTHONHASHSEED": "0"}
+            job = start_ranks(words, lab, port=29500 + number, variables=variables)
+            lab.set_rate(rate)
+            found["rates"][what], found["route"] = _turns(job, deadline_s - LEAST_S)
+            end_ranks(job)
+            Path(out).write_text(json.dumps(found))
+    Path(out).write_text(json.dumps(found))
 
 
-def _turns(run: Run, job: Job) -> dict[str, list[float]]:
-    """Tokens per second of all ranks in each turn of each side."""
+def _turns(job: Job, deadline_s: float) -> tuple[dict[str, list[float]], str]:
+    """Tokens per second of all ranks in each turn of each side, and why the route was chosen."""
     rates: dict[str, list[float]] = {side: [] for side in OF_LINKS}
     num_steps: dict[str, int] = {}
-    began = time.monotonic()
+    began, route = time.monotonic(), ""
     for turn in range(1 + (1 if IS_SMOKE else 5)):
+        now = time.monotonic()
         # The first turn only finds out how many steps one takes.
-        if turn > 1 and (time.monotonic() - began > LINK_S or run.left_s < LINK_S / 3):
+        if turn > 1 and (now - began > LINK_S or now > deadline_s):
             break
         for side in OF_LINKS:
             steps = BLOCK_STEPS if side.startswith("diloco") else num_steps.get(side, 1)
             replies = request(job, side, steps)
             seconds = max(reply["seconds"] for reply in replies)
+            route = replies[0]["route"]
             if turn == 0:
                 num_steps[side] = min(max(1, int(LINK_TURN_S / seconds)), MAX_STEPS_OF_TURN)
             else:
                 rates[side].append(sum(reply["tokens"] for reply in replies) / seconds)
-            run.facts["links"] = replies[0]["route"]
-    return rates
+    return rates, route
 
 
 LINK_LIMITS = {

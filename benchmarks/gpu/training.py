@@ -59,7 +59,7 @@ def _wide_mlp(device: torch.device) -> tuple[nn.Module, Batch]:
 def _resnet50(device: torch.device) -> tuple[nn.Module, Batch]:
     from models.resnet50 import ImageNetResNet
 
-    width, count, side = (8, 2, 64) if IS_SMOKE else (64, 64, 224)
+    width, count, side = (8, 2, 32) if IS_SMOKE else (64, 64, 224)
     x = torch.randn(count, 3, side, side, device=device).contiguous(
         memory_format=torch.channels_last
     )
@@ -103,9 +103,9 @@ SIDES = ("alone", *_DDP, *_OPTIONS)
 
 
 def _diloco(samples_of_step: int, **options: int) -> Any:
-    from torchmn.schedules import DiLoCo
+    import torchmn
 
-    return DiLoCo(BLOCK_STEPS * samples_of_step, **options)
+    return torchmn.schedules.DiLoCo(BLOCK_STEPS * samples_of_step, **options)
 
 
 class Training:

@@ -160,6 +160,8 @@ def serve(model: str, *sides: str) -> None:
     """Build all sides, print "ready", then make steps on request: lines of a side and a number."""
     import torchmn
 
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # gloo prints to the standard output
     torch.backends.cuda.matmul.allow_tf32 = True
     torch.backends.cudnn.benchmark = True
     dist.init_process_group("gloo")  # DDP's too: NCCL would need a GPU of its own for each rank
@@ -167,7 +169,7 @@ def serve(model: str, *sides: str) -> None:
     trainings = {side: Training(side, model, comm, None) for side in sides}
     for training in trainings.values():
         training.step()
-    print(json.dumps("ready"), flush=True)
+    print(json.dumps("ready"), file=answers, flush=True)
     for line in sys.stdin:
         side, count = line.split()
         training, num_steps = trainings[side], int(count)
@@ -179,5 +181,5 @@ def serve(model: str, *sides: str) -> None:
         synchronize(comm.device)
         seconds = (time.perf_counter() - began) / num_steps
         reply = {"seconds": seconds, "tokens": training.batch.num_tokens, "route": comm.reason}
-        print(json.dumps(reply), flush=True)
+        print(json.dumps(reply), file=answers, flush=True)
     os._exit(0)  # the groups of the sides would wait for each other in an orderly exit

@@ -24,7 +24,7 @@ NUM_TURNS = 8
 """All sides are compared after these times `TURN_STEPS` steps."""
 WARM_UP_STEPS = 20
 BASELINE, NO_EXCHANGE = "DDP", "no exchange"
-PRETRAINING_STEPS, PRETRAINING_BATCH = 400, 16
+PRETRAINING_STEPS, PRETRAINING_BATCH = 120, 8
 NUM_VALIDATION = 64
 """Validation sequences, spread over the last tenth of each half."""
 
@@ -41,7 +41,7 @@ class Side:
 
 def diloco(block: int, rate: float, overlap: int = 0) -> Side:
     """DiLoCo with ``DiLoCo.recommended``'s outer optimizer."""
-    late = f", {overlap} steps late" if overlap else ""
+    late = f", {overlap} step late" if overlap else ""
     return Side(
         name=f"DiLoCo int8, {block} steps{late}",
         build="torchmn",
@@ -63,7 +63,7 @@ SIDES: tuple[Side, ...] = (
         options={"codec": "int8"},
     ),
     diloco(20, LEARNING_RATE),
-    diloco(20, LEARNING_RATE, overlap=2),
+    diloco(20, LEARNING_RATE, overlap=1),
 )
 CANDIDATES: tuple[Side, ...] = tuple(
     Side(name=f"{side.name}, rate {rate:g}", build=side.build, learning_rate=rate, options=side.options)

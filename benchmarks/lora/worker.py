@@ -185,7 +185,7 @@ def pretrain(path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     for step in range(settings.PRETRAINING_STEPS):
         for group in adamw.param_groups:
-            group["lr"] = 2e-3 * min(1.0, (step + 1) / 50, (settings.PRETRAINING_STEPS - step) / 200)
+            group["lr"] = 2e-3 * min(1.0, (step + 1) / 20, (settings.PRETRAINING_STEPS - step) / 60)
         starts = torch.randint(
             len(text) - LENGTH, (settings.PRETRAINING_BATCH,), generator=generator
         )

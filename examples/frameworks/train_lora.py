@@ -1,9 +1,9 @@
 """Fine-tune a language model with LoRA by the Trainer of Transformers, over a slow link.
 
-    torchmn run -n 2 examples/frameworks/train_lora.py --data text.txt
+    torchmn run -n 2 examples/frameworks/train_lora.py --data text.txt --codec int8
 
-Two lines are changed, marked (1) and (2): adapters are exchanged after each block of 20 steps, in 8
-bits. Without ``--model`` a small GPT-2 with random weights is trained on bytes, and nothing is
+Two lines are changed, marked (1) and (2): adapters are exchanged after each block of 20 steps.
+Without ``--model`` a small GPT-2 with random weights is trained on bytes, and nothing is
 downloaded; ``--model NAME`` is a folder or a name of the Hugging Face hub, with a tokenizer.
 """
 
@@ -27,7 +27,7 @@ from transformers import (
     set_seed,
 )
 
-from torchmn.schedules import DiLoCo
+import torchmn
 from torchmn.train.frameworks import ExchangeOptions, attach  # (1)
 
 BATCH, BLOCK = 8, 20
@@ -38,7 +38,9 @@ def model_and_tokens(name: str | None, text: Path) -> tuple[PreTrainedModel, tor
         tokenizer = AutoTokenizer.from_pretrained(name)
         tokens = torch.tensor(tokenizer(text.read_text())["input_ids"])
         return AutoModelForCausalLM.from_pretrained(name), tokens
-    config = GPT2Config(vocab_size=256, n_positions=128, n_embd=64, n_layer=2, n_head=4)
+    config = GPT2Config(
+        vocab_size=256, n_positions=128, n_embd=64, n_layer=2, n_head=4, initializer_range=0.1
+    )
     tokens = torch.frombuffer(bytearray(text.read_bytes()), dtype=torch.uint8)
     return GPT2LMHeadModel(config), tokens.long()
 
@@ -48,6 +50,7 @@ def main() -> None:
     parser.add_argument("--model", help="folder or hub's name; by default a small one is made")
     parser.add_argument("--data", type=Path, default=Path(argparse.__file__), help="a text")
     parser.add_argument("--length", type=int, default=64, help="tokens of a sequence")
+    parser.add_argument("--codec", help="form in which adapters are sent, such as int8")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--out", default="result", help="folder of the adapters")
     options = parser.parse_args()
@@ -71,8 +74,8 @@ def main() -> None:
         train_dataset=rows[:border],
         eval_dataset=rows[border:],
     )
-    diloco = DiLoCo(block_size=BLOCK * BATCH)  # in samples of all ranks
-    attach(trainer, ExchangeOptions(codec="int8", schedule=diloco))  # (2)
+    diloco = torchmn.schedules.DiLoCo(block_size=BLOCK * BATCH)  # in samples of all ranks
+    attach(trainer, ExchangeOptions(codec=options.codec, schedule=diloco))  # (2)
     trainer.train()
     loss = trainer.evaluate()["eval_loss"]
     trainer.save_model()  # the adapters

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from options import CODECS, SCHEDULES, Excerpts, divide, exchange_of, read_text
+from options import CODECS, SCHEDULES, divide, exchange_of, read_text
 from peft import (
     LoraConfig,
     PeftModel,
@@ -26,11 +26,14 @@ from peft import (
     set_peft_model_state_dict,
 )
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import torchmn
 from torchmn.train.large_batch import Cosine, GlobalBatch, GradualWarmup
+
+NUM_VALIDATION = 64
+"""Sequences, spread over the last tenth of the text."""
 
 
 def parse_options() -> argparse.Namespace:
@@ -44,12 +47,12 @@ def parse_options() -> argparse.Namespace:
     add("--data", type=Path, help="a text, maybe .gz; by default the text of a program")
     add("--rank", type=int, default=16, help="of the adapters, which all linear layers have")
     add("--schedule", default="diloco", choices=SCHEDULES, help="what is exchanged, and when")
-    add("--codec", default="int8", choices=CODECS, help="the form in which it is sent")
+    add("--codec", default="float32", choices=CODECS, help="the form in which it is sent")
     add("--block", type=int, default=20, help="steps between two exchanges of adapters")
     add("--communicator", default="auto", help="route of the mean; auto encodes between hosts only")
     add("--batchsize", type=int, default=8, help="sequences of a step, over all ranks")
     add("--length", type=int, default=128, help="tokens of a sequence")
-    add("--learnrate", type=float, default=2e-3, help="of AdamW, after the warm-up")
+    add("--learnrate", type=float, default=3e-3, help="of AdamW, after the warm-up")
     add("--steps", type=int, default=200)
     add("--eval", type=int, default=50, help="steps between two validations")
     add("--out", type=Path, default="result", help="folder of checkpoints and adapters")
@@ -72,6 +75,7 @@ def load_base(options: argparse.Namespace) -> tuple[Any, Callable[[bytes], Tenso
         intermediate_size=688,
         num_hidden_layers=8,
         num_attention_heads=8,
+        initializer_range=0.1,  # as of a trained model: the head, which stays as it is, must matter
         bos_token_id=None,
         eos_token_id=None,
     )
@@ -86,15 +90,17 @@ class Adapters:
         self._model = model
 
     def state_dict(self) -> dict[str, Tensor]:
+        """The adapters."""
         return get_peft_model_state_dict(self._model)
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Put saved adapters into the model."""
         set_peft_model_state_dict(self._model, state)
 
 
 @torch.no_grad()
-def validate(model: PeftModel, test: Excerpts, comm: torchmn.Communicator) -> float:
-    """The mean loss over all validation tokens. *Collective.*"""
+def validate(model: PeftModel, test: Subset[Tensor], comm: torchmn.Communicator) -> float:
+    """The mean loss over the validation sequences. *Collective.*"""
     model.eval()
     loss_sum, num_tokens = 0.0, 0
     for tokens in DataLoader(torchmn.scatter_dataset(test, comm, force_equal_length=False), 16):
@@ -112,7 +118,8 @@ def main() -> None:
     comm = torchmn.create_communicator(options.communicator)
     torchmn.seed_ranks(options.seed, comm)
     base, encode = load_base(options)
-    train, test = divide(encode(read_text(options.data)), options)
+    train, whole = divide(encode(read_text(options.data)), options)
+    test = Subset(whole, range(0, len(whole), math.ceil(len(whole) / NUM_VALIDATION)))
     lora = LoraConfig(
         r=options.rank,
         lora_alpha=2 * options.rank,

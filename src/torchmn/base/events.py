@@ -73,6 +73,8 @@ class Observer:
 
     ends_lost_ranks = False
     """Whether a launcher supervises the job and ends processes whose peers are lost."""
+    notice = ""
+    """Why this process must save and exit, if a launcher knows that its host will be preempted."""
 
     # ---- what is done ----
 

@@ -14,6 +14,25 @@ AUTO = "auto"
 EVERY_STEP, DOUBLE_BUFFERING = "every_step", "double_buffering"
 FLOAT32 = "float32"
 
+RouteName = Literal[
+    "naive",
+    "flat",
+    "hierarchical",
+    "two_dimensional",
+    "single_node",
+    "non_cuda_aware",
+    "pure_nccl",
+]
+CodecName = Literal["float32", "float16", "bfloat16", "int8", "int4", "int2", "1bit", "power_sgd"]
+ScheduleName = Literal[
+    "every_step",
+    "double_buffering",
+    "periodic_average",
+    "block_momentum",
+    "diloco",
+    "parameter_server",
+]
+
 Traffic = Literal["nodes", "owners", "ring", "none"]
 Model = Literal["every_step", "double_buffering", "blocks"]
 

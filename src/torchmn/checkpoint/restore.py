@@ -133,7 +133,7 @@ def _raise_if_divided(state: Mapping[str, Stateful], what: str, num_old: int) ->
                 f"{what} was saved by {num_old} ranks without a grid, and '{label}' has layers "
                 "that are divided among ranks, of which each would load rank 0's part. Resume as "
                 "it was saved, and save with create_multi_node_checkpointer(grid, ...), or save "
-                "what torchmn.links.gather_state_dict returns."
+                "what torchmn.nn.gather_state_dict returns."
             )
 
 

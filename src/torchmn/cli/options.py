@@ -16,8 +16,10 @@ def add_options(kind: type[Any]) -> Callable[[Command], Command]:
     """Give a command that takes ``**options`` an option for each field of a dataclass.
 
     The metadata of a field has ``help`` if it gets an option, and may have ``flags``, the names of
-    the option, ``metavar``, and ``values`` that a shell completes. A field that holds a tuple gets
-    a repeatable option.
+    the option, ``metavar``, ``values`` that a shell completes, ``variable``, the environment
+    variable that replaces the option, ``is_text`` if the command itself parses the value, and
+    ``is_hidden`` if the help does not list the option. A field that holds a tuple gets a repeatable
+    option.
     """
 
     def add(command: Command) -> Command:
@@ -31,18 +33,22 @@ def add_options(kind: type[Any]) -> Callable[[Command], Command]:
             option = typer.Option(
                 *(each.metadata.get("flags") or (f"--{each.name.replace('_', '-')}",)),
                 metavar=each.metadata.get("metavar"),
+                envvar=each.metadata.get("variable"),
+                show_envvar=False,
+                hidden=each.metadata.get("is_hidden", False),
                 help=each.metadata["help"],
                 autocompletion=values_of(values)
                 if (values := each.metadata.get("values"))
                 else None,
             )
+            kind_of_value = str | None if each.metadata.get("is_text") else hints[each.name]
             parameters.append(
                 inspect.Parameter(
                     each.name,
                     inspect.Parameter.KEYWORD_ONLY,
                     default=None if is_repeatable else each.default,
                     annotation=Annotated[
-                        list[str] | None if is_repeatable else hints[each.name], option
+                        list[str] | None if is_repeatable else kind_of_value, option
                     ],
                 )
             )

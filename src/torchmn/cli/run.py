@@ -7,17 +7,28 @@ from typing import Annotated, Any
 
 import typer
 
-from torchmn.base.log import LOG_VARIABLE, use_level
+from torchmn.base.log import LOG_VARIABLE, Log, use_level
 from torchmn.base.terminal import say
 from torchmn.cli.options import add_options, given
 from torchmn.cluster.environment_variables import split_words
-from torchmn.run.job import python_command
-from torchmn.run.plan import RunOptions, detect_existing_rank, plan_elastic, plan_job
+from torchmn.run.job import program_command, python_command
+from torchmn.run.plan import (
+    RunOptions,
+    as_elastic,
+    detect_existing_rank,
+    plan_elastic,
+    plan_job,
+)
+from torchmn.run.torchrun_options import TorchrunOptions, translate
 
-CONTEXT = {"allow_interspersed_args": False}
-"""What follows the script are arguments of the script, options too."""
+CONTEXT = {
+    "allow_interspersed_args": False,
+    "token_normalize_func": lambda name: name.replace("_", "-"),
+}
+"""What follows the script are its arguments, options too. In names of options ``_`` is ``-``."""
 
 
+@add_options(TorchrunOptions)
 @add_options(RunOptions)
 def run(
     target: Annotated[
@@ -33,7 +44,13 @@ def run(
         bool, typer.Option("-q", "--quiet", help=f"No notes of torchmn: {LOG_VARIABLE}=warning.")
     ] = False,
     is_module: Annotated[
-        bool, typer.Option("-m", "--module", help="Run a Python module: SCRIPT is its name.")
+        bool,
+        typer.Option(
+            *("-m", "--module"),
+            help="Run a Python module: SCRIPT is its name.",
+            envvar="PET_MODULE",
+            show_envvar=False,
+        ),
     ] = False,
     **options: Any,
 ) -> None:
@@ -42,23 +59,32 @@ def run(
     In a job of PBS, Slurm or Grid Engine its hosts are used. Started by mpirun, srun or torchrun,
     this command becomes the rank that they started. Output lines are printed with their rank, as
     in "[0] ...", and written to a log file per rank. When a rank fails, all others are terminated,
-    and this command exits with the exit code of that rank.
+    and this command exits with the exit code of that rank. The options of torchrun are accepted.
     """
+    from torchmn.run.elastic.join import is_launcher, join_job
     from torchmn.run.rank_environment import run_as_rank
     from torchmn.run.start import dry_run, dry_run_elastic, run_elastic_job, run_job
 
     if is_quiet:
         options["exported"] = [*(options["exported"] or ()), f"{LOG_VARIABLE}=warning"]
     launcher, *launcher_args = split_words(options.pop("launcher"), source="--launcher") or ("",)
+    has_python = not options.pop("no_python")
+    chosen, notes = translate(given(options), os.environ)
     request = RunOptions(
-        argv=tuple(python_command(target, args or [], is_module=is_module)),
-        script="" if is_module else target,
+        argv=tuple(
+            python_command(target, args or [], is_module=is_module)
+            if has_python
+            else program_command(target, args or [], is_module=is_module)
+        ),
+        script="" if is_module or not has_python else target,
         launcher=launcher,
         launcher_args=tuple(launcher_args),
-        **given(options),
+        **chosen,
     )
     env = request.environment(os.environ)
     use_level(env.get(LOG_VARIABLE, ""))
+    for note in notes:
+        Log(__name__).info("%s", note)
     misplaced = next((word for word in args or () if word in ("-n", "-np")), "")
     if misplaced and request.num_ranks is None:
         say(
@@ -68,6 +94,9 @@ def run(
     existing = detect_existing_rank(request, env)
     if existing is not None:
         run_as_rank(request.argv, env, existing)
+    request = as_elastic(request, env)
+    if request.elastic is not None and not is_launcher(request) and not is_dry:
+        raise typer.Exit(join_job(request, env))
     if request.elastic is not None:
         elastic_job, why = plan_elastic(request, env)
         if is_dry:

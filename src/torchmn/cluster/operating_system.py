@@ -6,7 +6,7 @@ from torchmn.base.errors import UnsupportedError
 
 
 def require_linux(what: str) -> None:
-    """Raises UnsupportedError: this is no Linux, and ``what`` starts or joins other ranks. Local."""
+    """Raise UnsupportedError unless this is Linux: ``what`` starts or joins other ranks. Local."""
     if sys.platform != "linux":
         raise UnsupportedError(
             f"{what} needs Linux and this is {sys.platform}: ranks are bound to cores, watched and "

@@ -1,5 +1,6 @@
 """Communicators: the ranks of a job, their collectives, and routes of all-reduce."""
 
+from torchmn.base.names import RouteName
 from torchmn.comm.base import Communicator
 from torchmn.comm.create import create_communicator
 from torchmn.comm.engine import Work
@@ -13,6 +14,7 @@ __all__ = [
     "ANY_TAG",
     "Communicator",
     "Grid",
+    "RouteName",
     "Status",
     "Timeout",
     "Transport",

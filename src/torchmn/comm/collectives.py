@@ -7,7 +7,7 @@ a handle. The jobs are in `torchmn.comm.engine_jobs`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, TypeVar, cast, overload
 
 from torch import Tensor, nn
 
@@ -17,6 +17,11 @@ from torchmn.comm.engine import Engine, Work
 from torchmn.comm.engine_jobs import CollectiveJobs
 from torchmn.comm.point_to_point import ANY_SOURCE, HasStatus, PointToPoint, checked_tag
 from torchmn.comm.reductions import UserOp, dense
+
+Item = TypeVar("Item")
+Sum = TypeVar("Sum", int, float, Tensor)
+Sum2 = TypeVar("Sum2", int, float, Tensor)
+Sum3 = TypeVar("Sum3", int, float, Tensor)
 
 
 class Collectives:
@@ -263,12 +268,12 @@ class Collectives:
         """
         return self.engine.call(self._jobs.bcast_obj(obj, root))
 
-    def gather_obj(self, obj: object, root: int = 0) -> list[Any] | None:
+    def gather_obj(self, obj: Item, root: int = 0) -> list[Item] | None:
         """Return all ranks' objects at the root, in rank order; None elsewhere. See `bcast_obj`."""
         gathered = self.engine.call(self._jobs.gather_obj(obj, root))
         return None if gathered is None else list(gathered)
 
-    def allgather_obj(self, obj: object) -> list[Any]:
+    def allgather_obj(self, obj: Item) -> list[Item]:
         """Return all ranks' objects on every rank, in rank order. See `bcast_obj`."""
         return self.engine.call(self._jobs.allgather_obj(obj))
 
@@ -279,7 +284,7 @@ class Collectives:
         """
         return self.engine.call(self._jobs.scatter_obj(objs, root))
 
-    def allreduce_obj(self, obj: Any) -> Any:
+    def allreduce_obj(self, obj: Item) -> Item:
         """Add all ranks' objects with ``+``, in rank order, on every rank. See `bcast_obj`.
 
         If ``+`` raises, it does so on every rank.
@@ -287,7 +292,21 @@ class Collectives:
         total, *others = self.engine.call(self._jobs.allgather_obj(obj, "allreduce_obj"))
         for other in others:
             total = total + other  # += could change the caller's own object in place
-        return total
+        return cast(Item, total)
+
+    @overload
+    def sum_over_ranks(self, value: Sum, /) -> Sum: ...
+
+    @overload
+    def sum_over_ranks(self, first: Sum, second: Sum2, /) -> tuple[Sum, Sum2]: ...
+
+    @overload
+    def sum_over_ranks(
+        self, first: Sum, second: Sum2, third: Sum3, /
+    ) -> tuple[Sum, Sum2, Sum3]: ...
+
+    @overload
+    def sum_over_ranks(self, *values: Tensor | float) -> Any: ...
 
     def sum_over_ranks(self, *values: Tensor | float) -> Any:
         """Sum each value over all ranks, such as the totals of an evaluation loop.
@@ -347,6 +366,11 @@ def allgather_for(comm: Collectives, name: str, obj: object) -> list[Any]:
 def bcast_for(comm: Collectives, name: str, obj: object) -> Any:
     """`Communicator.bcast_obj` from rank 0 as a part of another one; errors call it ``name``."""
     return comm.engine.call(comm._jobs.bcast_obj(obj, 0, name))
+
+
+def scatter_for(comm: Collectives, name: str, objs: Sequence[object] | None) -> Any:
+    """`Communicator.scatter_obj` from rank 0 as a part of another one; errors call it ``name``."""
+    return comm.engine.call(comm._jobs.scatter_obj(objs, 0, name))
 
 
 def unread_messages(comm: Collectives) -> list[tuple[int, int, Any]]:

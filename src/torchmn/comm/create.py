@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -26,10 +26,12 @@ from torchmn.base.errors import (
     UsageError,
     raise_if_unknown,
 )
+from torchmn.base.names import RouteName
 from torchmn.base.warn import warn
 from torchmn.cluster import RankPlacement, Topology
 from torchmn.cluster.environment_variables import (
     BACKEND_VARIABLE,
+    INPUT_RANK_VARIABLE,
     RECORD_VARIABLE,
     SECRET_VARIABLE,
     TRANSPORT_VARIABLE,
@@ -51,12 +53,13 @@ from torchmn.comm.routes.single_node import SingleNodeRoute
 from torchmn.comm.routes.two_dimensional import TwoDimensionalRoute
 from torchmn.comm.transports.base import TimeLimit, Transport, gather_json
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
-from torchmn.comm.transports.join import choose_transport, join_world
+from torchmn.comm.transports.join import TransportName, choose_transport, join_world
 from torchmn.comm.transports.mpi import MpiTransport
 from torchmn.comm.transports.own_rank import own_place
 from torchmn.comm.transports.tcp import MAX_PEERS, TcpTransport
 from torchmn.comm.waiting import PeerStatus, Timeout
 from torchmn.control.rank_listener import RankAddress
+from torchmn.control.terminal_input import PERSON_S
 from torchmn.record import recording
 
 ROUTES: dict[str, type[Route]] = {
@@ -73,7 +76,7 @@ ROUTES: dict[str, type[Route]] = {
 }
 _UUID_DIGITS = 12
 _JOIN_S = 20.0  # for a second world, which is optional but may be faster
-_GRAD_DTYPES = ("float32", "float16", "bfloat16")
+GradDtype = Literal["float32", "float16", "bfloat16"]
 _num_created: Counter[int] = Counter()
 _FIRST_FACTOR = 5.0
 _NO_LIMIT_S = 30 * 24 * 3600.0
@@ -92,12 +95,12 @@ def _raise_if_imported_again() -> None:
 
 
 def create_communicator(
-    name: str = "auto",
+    name: RouteName | Literal["auto"] = "auto",
     *,
-    transport: str | Transport = "auto",
+    transport: TransportName | Transport = "auto",
     topology: Topology | None = None,
     timeout_s: float | Timeout = Timeout(),  # noqa: B008 - frozen
-    allreduce_grad_dtype: torch.dtype | str | None = None,
+    allreduce_grad_dtype: torch.dtype | GradDtype | None = None,
     quiet: bool = False,
 ) -> Communicator:
     """Join the other ranks of this job. *Collective*: every rank, with the same arguments.
@@ -148,7 +151,10 @@ def create_communicator(
     _raise_if_imported_again()
     for observer in events.observers:
         observer.joining(first_s, begins=True)
-    world, is_own = _world(transport, first_s)
+    # Where a rank may be at a prompt for any time, the launcher alone checks the limit.
+    is_supervised = any(each.ends_lost_ranks for each in events.observers)
+    may_be_at_prompt = is_supervised and INPUT_RANK_VARIABLE in os.environ
+    world, is_own = _world(transport, PERSON_S if may_be_at_prompt else first_s)
     for observer in events.observers:
         observer.joining(first_s, begins=False)
     greeting: dict[str, Any] = {
@@ -214,7 +220,8 @@ def _ready(comm: Communicator, timeout: Timeout, *, is_recorded: bool, quiet: bo
     if comm.size > 1 and timeout.busy_s > timeout.unreachable_s:
         peers = PeerStatus(comm.groups.addresses, timeout.busy_s)
         comm.on_finalize(peers.close)
-        found = dict(enumerate(comm.allgather_obj(list(peers.address))))
+        own: list[Any] = [*peers.address]
+        found = dict(enumerate(comm.allgather_obj(own)))
         del found[comm.rank]
         others = {rank: RankAddress(*each) for rank, each in found.items()}
         peers.start(comm.rank, others, dict(enumerate(comm.topology.hosts)))
@@ -353,7 +360,7 @@ def _codec_of(dtype: torch.dtype | str | None) -> Codec | None:
     if dtype is None:
         return None
     name = str(dtype).removeprefix("torch.")
-    raise_if_unknown("allreduce_grad_dtype", name, _GRAD_DTYPES)
+    raise_if_unknown("allreduce_grad_dtype", name, get_args(GradDtype))
     return create_codec(name)
 
 

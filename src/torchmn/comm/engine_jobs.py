@@ -191,12 +191,14 @@ class CollectiveJobs:
         return lambda: self._to_root(Call("gather_obj", root=root), obj, root)
 
     @_rejecting
-    def scatter_obj(self, objs: Sequence[object] | None, root: int) -> Job[Any]:
+    def scatter_obj(
+        self, objs: Sequence[object] | None, root: int, name: str = "scatter_obj"
+    ) -> Job[Any]:
         self._check_root(root)
         own = list(objs) if self.rank == root and objs is not None else []
         if self.rank == root and len(own) != self.size:
             raise UsageError(f"scatter_obj needs {self.size} parts, got {len(own)}.")
-        return lambda: self._from_root(Call("scatter_obj", root=root), own, root)
+        return lambda: self._from_root(Call(name, root=root), own, root)
 
     def allgather_obj(self, obj: object, name: str = "allgather_obj") -> Job[list[Any]]:
         return lambda: list(self._to_all(Call(name), dict.fromkeys(range(self.size), obj)))

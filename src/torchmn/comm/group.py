@@ -85,7 +85,7 @@ class Group:
         limit_s, peers = self.limit_s, self.flight_recorder.peers
         # `PeerStatus` ends the wait after `limit_s` if the others will not arrive; only ranks that
         # are computing are waited for up to `busy_s`.
-        longest_s = limit_s if peers is None else max(limit_s, peers.busy_s)
+        longest_s = limit_s if peers is None else max(limit_s, peers.longest_s)
         limit = TimeLimit(longest_s, self.engine.is_eager)
         ask_s = math.inf if peers is None else limit_s
         return Wait(limit, self.transport, ask_s, time.monotonic())

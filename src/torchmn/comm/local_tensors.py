@@ -2,7 +2,7 @@
 
 A parameter of `fully_shard` or `parallelize_module` is a DTensor: it has the shape of the whole
 tensor, and this rank holds a part of it, which is what is sent, compared or saved. A parameter of
-`torchmn.links.ParallelLinear` is an ordinary tensor that is a part of a whole, described by its
+`torchmn.nn.ParallelLinear` is an ordinary tensor that is a part of a whole, described by its
 `Division`.
 """
 

@@ -11,6 +11,7 @@ wait:
 | does not answer, because C code holds its interpreter | its process on this host is not stopped; on another host its monitor has not ended the job | the same |
 | waits in another collective | it answers | an error once all of those ranks have waited for ``unreachable_s`` |
 | is in this collective as well | it answers | the same: the network may be slow or interrupted |
+| waits for a person at the terminal, as in pdb | it answers so | the time does not count |
 | has reached the end of its script | it answers so, or its process on this host has ended | an error after 5 s |
 | has closed the communicator, or has ended on another host | it refuses the connection | an error after ``unreachable_s`` |
 | is stopped by a signal | the state of its process on this host; on another host it does not answer | an error after ``unreachable_s`` |
@@ -23,6 +24,7 @@ lost, so under them a rank on another host may be silent. A dedicated thread of 
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import threading
@@ -36,6 +38,7 @@ from dataclasses import dataclass, field
 from torchmn.base import events
 from torchmn.base.errors import LaunchError, UsageError
 from torchmn.base.log import Log
+from torchmn.cluster.environment_variables import INPUT_RANK_VARIABLE
 from torchmn.comm.flight_recorder import CollectiveRecord, FlightRecorder
 from torchmn.comm.transports.base import TimeLimit, Transport, abort_pending_receives
 from torchmn.control.authenticated_listener import AuthenticatedListener, connect
@@ -44,6 +47,7 @@ from torchmn.control.messages import Overdue, StatusReply, decode, encode
 from torchmn.control.processes import is_running, is_stopped
 from torchmn.control.rank_listener import RankAddress, listen_for_ranks
 from torchmn.control.script import script_stack
+from torchmn.control.terminal_input import PERSON_S, awaits_input
 
 _ROLE = "status of a rank"
 _FIRST_S = 5.0
@@ -112,10 +116,13 @@ class PeerStatus:
     """Reports the status of this rank, and asks other ranks for theirs during a long wait. Local.
 
     ``addresses`` are the addresses of this host to listen at. ``busy_s``: see `Timeout`.
+    ``longest_s`` is what transports get as their limit. Where a rank has a terminal it is longer:
+    gloo keeps the limit with which a wait began, and a person may take any time there.
     """
 
     def __init__(self, addresses: Sequence[str], busy_s: float) -> None:
         self.busy_s = busy_s
+        self.longest_s = PERSON_S if INPUT_RANK_VARIABLE in os.environ else busy_s
         self._listener, self.address = listen_for_ranks(addresses, _ROLE)
         self._owner = threading.current_thread()
         self._peers: Mapping[int, RankAddress] = {}
@@ -152,6 +159,7 @@ class PeerStatus:
             collectives=tuple(collectives),
             script_stack=script_stack(self._owner),
             has_ended=self._owner is main and not main.is_alive(),
+            awaits_input=awaits_input(),
         )
 
     def look(self) -> None:
@@ -188,15 +196,22 @@ class PeerStatus:
         if any(found[rank].has_ended for rank in about.missing):
             self._end(entry, wait, waited_s)
             return
+        if any(status.awaits_input for status in found.values()):
+            wait.restart()  # the time that a person takes at the terminal does not count
+            return
         if waited_s < wait.ask_s:
             wait.ask_at_s = wait.began_s + min(wait.ask_s, 2 * waited_s)
             return
         wait.ask_at_s = time.monotonic() + wait.ask_s / 2
+        longest_s = max(wait.ask_s, self.busy_s)
         if about.missing and not any(found[rank].is_halted for rank in about.missing):
+            if waited_s >= longest_s:
+                self._end(entry, wait, waited_s)
+                return
             # Of all ranks that wait only the lowest one warns.
             if not wait.has_warned and self._rank == min(waiting):
                 log = Log(__name__, rank=self._rank, size=len(found), host=self._hosts[self._rank])
-                log.warning("%s", _warning(about.summary, wait))
+                log.warning("%s", _warning(about.summary, longest_s))
             wait.has_warned = True
         elif about.missing or min(waiting.values()) >= wait.ask_s:
             self._end(entry, wait, wait.ask_s)
@@ -268,9 +283,9 @@ def _answer_of(address: str, secret: str) -> StatusReply:
     return answer
 
 
-def _warning(summary: str, wait: Wait) -> str:
+def _warning(summary: str, longest_s: float) -> str:
     return (
-        f"{summary}. It is alive, so it is waited for, up to {wait.limit.seconds:g} s in all; then "
+        f"{summary}. It is alive, so it is waited for, up to {longest_s:g} s in all; then "
         "the job ends. If its work may take longer: "
         "create_communicator(timeout_s=torchmn.Timeout(busy_s=...))."
     )

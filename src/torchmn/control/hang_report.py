@@ -27,6 +27,7 @@ _NUM_STACK_LINES = 60
 _NUM_NAMED = 8
 _NUM_SEPARATE = 16
 _MOMENT_S = 1.0
+_NUM_RECENT = 3
 _FRAME = 'File "'
 _PROCESS_TEXTS = {
     ProcessState.RUNNING: "runs",
@@ -49,7 +50,8 @@ class RankStatus:
     """What is known about a rank. ``text`` replaces collectives and stacks that it did not send.
 
     ``details`` are more lines about it. ``is_halted``: it will not reach another collective without
-    outside help. ``has_ended``: it has reached the end of its script.
+    outside help. ``has_ended``: it has reached the end of its script. ``awaits_input``: it waits
+    for a person at the terminal.
     """
 
     collectives: tuple[CollectiveStatus, ...] = ()
@@ -59,6 +61,7 @@ class RankStatus:
     details: tuple[str, ...] = ()
     is_halted: bool = False
     has_ended: bool = False
+    awaits_input: bool = False
 
     @classmethod
     def of(cls, reply: StatusReply) -> RankStatus:
@@ -68,7 +71,10 @@ class RankStatus:
             return cls(text=text, is_halted=True, has_ended=True)
         if reply.process is None:
             return cls(
-                collectives=reply.collectives, stacks=reply.stacks, script_stack=reply.script_stack
+                collectives=reply.collectives,
+                stacks=reply.stacks,
+                script_stack=reply.script_stack,
+                awaits_input=reply.awaits_input,
             )
         where = f" (in {reply.kernel_function})" if reply.kernel_function else ""
         why = "" if reply.process not in _GOES_ON else f"; {_HOLDS_GIL}"
@@ -192,14 +198,14 @@ def _lines_of_all(statuses: Statuses, hosts: Mapping[int, str], *, is_short: boo
 def report_of_inspection(inspection: Inspection, *, is_full: bool) -> str:
     """Report what the ranks of a running job do, and for whom they wait.
 
-    ``is_full`` shows the stacks of all threads, else the script's own frames.
+    ``is_full`` shows the stacks of all threads and more collectives, else the script's own frames.
     """
-    ranks = inspection.ranks
+    ranks, num_recent = inspection.ranks, 0 if is_full else _NUM_RECENT  # [-0:] are all
     hosts = {each.rank: each.host for each in ranks}
     statuses = {}
     for each in ranks:
         status = RankStatus() if each.reply is None else RankStatus.of(each.reply)
-        details = () if each.reply is None else _details(each.reply, each.pid)
+        details = () if each.reply is None else _details(each.reply, each.pid, num_recent)
         if each.reply is not None or each.text:
             statuses[each.rank] = replace(status, text=each.text or status.text, details=details)
     num_hosts = len(set(filter(None, hosts.values())))
@@ -226,7 +232,7 @@ def _waits_of(statuses: Statuses, hosts: Mapping[int, str]) -> str:
     return f"{pending.name} began {age_s:g} s ago; {cause}."
 
 
-def _details(reply: StatusReply, pid: int) -> tuple[str, ...]:
+def _details(reply: StatusReply, pid: int, num_recent: int) -> tuple[str, ...]:
     """Describe memory, the exchange engines and the last collectives of a rank."""
     memory = f"  process {pid}, {reply.rss_nbytes / 1e9:.2f} GB of memory"
     if reply.device_nbytes:
@@ -235,7 +241,7 @@ def _details(reply: StatusReply, pid: int) -> tuple[str, ...]:
     recent = [
         f"    {each.age_s:.1f} s ago: number {each.number} of '{each.group}', {each.what}"
         f"{f', {each.where}' if each.where else ''}, {each.state}, {1e3 * each.seconds:.2f} ms"
-        for each in reply.recent
+        for each in reply.recent[-num_recent:]
     ]
     return memory, *engines, *["  last collectives:"] * bool(recent), *recent
 

@@ -41,7 +41,8 @@ class StartScript(Message, frozen=True, kw_only=True):
     """Supervisor: the command to run; ``env`` holds variables that the launcher has not set.
 
     ``grace_s`` is how long the script may take to exit when the job fails, ``signal_grace_s`` after
-    a signal from outside of the job; ``None`` leaves that to the scheduler.
+    a signal from outside of the job; ``None`` leaves that to the scheduler. ``preemption`` is where
+    the host finds out that it will be preempted, see `torchmn.run.preemption_notice`.
     """
 
     argv: list[str]
@@ -52,6 +53,7 @@ class StartScript(Message, frozen=True, kw_only=True):
     wants_refreshes: bool
     script: str
     env: dict[str, str]
+    preemption: str = ""
 
 
 class StartRefused(Message, frozen=True, kw_only=True):
@@ -89,6 +91,12 @@ class Refresh(Message, frozen=True, kw_only=True):
     text: str
 
 
+class AwaitsInput(Message, frozen=True, kw_only=True):
+    """Script: it begins, or has ended, to wait for a person at the terminal."""
+
+    begins: bool
+
+
 class LogWarning(Message, frozen=True, kw_only=True):
     """Agent: a problem outside the script, which continues."""
 
@@ -123,6 +131,15 @@ class ForwardSignal(Message, frozen=True, kw_only=True):
     """
 
     signum: int
+
+
+class PreemptionNotice(Message, frozen=True, kw_only=True):
+    """Agent, to its script and to the supervisor: the host will be preempted.
+
+    ``text`` says by whom and when, as far as known.
+    """
+
+    text: str
 
 
 # ---- failures and hangs ------------------------------------------------------------------
@@ -261,6 +278,7 @@ class StatusReply(Message, frozen=True, kw_only=True):
     If the script did not answer, ``process`` is the state of its process, and ``kernel_function``
     the kernel function in which it waits, if known. ``script_stack`` has the frames of ``stacks``
     that belong to the script's own code. ``has_ended``: the script has reached its end.
+    ``awaits_input``: it waits for a person at the terminal.
     ``device_nbytes`` is what the record of the run last measured, None without a record.
     """
 
@@ -274,6 +292,7 @@ class StatusReply(Message, frozen=True, kw_only=True):
     process: ProcessState | None = None
     kernel_function: str = ""
     has_ended: bool = False
+    awaits_input: bool = False
 
 
 class InspectRequest(Message, frozen=True):
@@ -320,15 +339,43 @@ class Alive(Message, frozen=True, kw_only=True):
 
 
 class HostHello(Message, frozen=True, kw_only=True):
-    """Host: it offers ``slots`` ranks; the identity with which it authenticates."""
+    """Host: it offers ``slots`` ranks; the identity with which it authenticates.
+
+    ``node_rank`` is its place among the hosts if the user has given one. ``joins``: the user has
+    started it there, and not the launcher.
+    """
 
     host: str
     slots: int
     versions: dict[str, str]
+    node_rank: int | None = None
+    joins: bool = False
+
+
+class JobOrder(Message, frozen=True, kw_only=True):
+    """Launcher: what a host that has connected needs to know of the job.
+
+    It replies with `HostReady`, or with `HostLeaving` if it cannot take part. ``env`` holds
+    variables for its agents. It is sent unencrypted, so it has none that the user has set.
+    ``signal_grace_s`` is as in `StartScript`, ``preemption`` as in `torchmn.run.job.Job`.
+    """
+
+    cwd: str
+    script: str
+    grace_s: float
+    signal_grace_s: float | None
+    preemption: str
+    env: dict[str, str]
 
 
 class HostReady(Message, frozen=True):
     """Host: no agent runs on it; it waits for the next round."""
+
+
+class HostLeaving(Message, frozen=True, kw_only=True):
+    """Host: it will leave the job, and why."""
+
+    text: str
 
 
 class HostFinished(Message, frozen=True):

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from torchmn.control.connection import Channel
 from torchmn.control.messages import (
+    AwaitsInput,
     CheckpointSaved,
     Failed,
     Joined,
@@ -24,7 +25,10 @@ from torchmn.control.messages import (
 )
 from torchmn.control.processes import process_state, resident_nbytes
 
-_FROM_SCRIPTS = (CheckpointSaved, Failed, Joined, Joining, Leaving, Overdue, StatusReply)
+_FROM_SCRIPTS = (
+    *(AwaitsInput, CheckpointSaved, Failed, Joined, Joining, Leaving, Overdue),
+    StatusReply,
+)
 
 
 class ScriptLink:

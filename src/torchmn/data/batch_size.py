@@ -41,7 +41,7 @@ def num_samples(batch: object) -> int | None:
     >>> num_samples({"images": [torch.zeros(3, 8, 8)] * 5, "lambda": 0.1})
     5
     """
-    if type(batch) is list and _is_list_of_samples(batch):
+    if type(batch) is list and is_list_of_samples(batch):
         return len(batch)
     own = _of_leaf(batch)
     return own if own is not None else _of_fields(_fields(batch))
@@ -84,7 +84,7 @@ def _of_field(field: Any, later: Sequence[Any]) -> int | None:
     if own is not None:
         return own
     items = _fields(field)
-    if not items or not _has_one_kind(field):
+    if not items or not has_one_kind(field):
         return _of_fields(items)
     size = _common_size(items)
     if size is not None and any(isinstance(x, Tensor) and _of_leaf(x) == size for x in later):
@@ -92,7 +92,7 @@ def _of_field(field: Any, later: Sequence[Any]) -> int | None:
     return len(items)
 
 
-def _has_one_kind(value: Any) -> TypeGuard[list[Any] | tuple[Any, ...]]:
+def has_one_kind(value: Any) -> TypeGuard[list[Any] | tuple[Any, ...]]:
     """Whether a list may have one item for each sample: fields often differ in kind."""
     if not isinstance(value, (list, tuple)) or hasattr(value, "_fields"):
         return False
@@ -109,11 +109,11 @@ def _common_size(items: Sequence[Any]) -> int | None:
     return sizes.pop() if len(sizes) == 1 else None
 
 
-def _is_list_of_samples(batch: list[Any]) -> bool:
+def is_list_of_samples(batch: list[Any]) -> bool:
     """Whether the items of a list that is the whole batch are samples and not fields."""
     if not batch:
         return True
-    if not _has_one_kind(batch) or isinstance(batch[0], Mapping):
+    if not has_one_kind(batch) or isinstance(batch[0], Mapping):
         return False
     if not isinstance(batch[0], (Tensor, np.ndarray)):
         return True

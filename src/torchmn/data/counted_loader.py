@@ -24,16 +24,37 @@ if TYPE_CHECKING:
 Loader = TypeVar("Loader", bound=DataLoader[Any])
 
 
-class PassSampler(Sampler[list[Any]]):
-    """A batch sampler of this rank's parts, whose passes are counted. Local."""
+class CountedPasses:
+    """The passes over a loader of this rank's parts, which are counted. Local."""
 
     def __init__(self, comm: Communicator, name: str) -> None:
         self._comm, self._name = comm, name
         self._number = divided_batches(comm).new_loader()
         self._pass: LoaderPass | None = None
+        failure_notes.add(self)
+
+    def failure_note(self) -> str:
+        """Tell the size of the current part, if it may explain an exception; else return ""."""
+        last = self._pass
+        if last is None or not last.num_parts or last.has_ended:
+            return ""
+        own, whole, _ = last.latest
+        if own > 1 or own == whole:
+            return ""
+        return (
+            f"torchmn: this rank has {own} of the {whole} samples of this batch of {self._name}: "
+            "none to divide by, or too few for layers such as BatchNorm1d. Give it drop_last=True, "
+            "or another batch size."
+        )
+
+
+class PassSampler(CountedPasses, Sampler[list[Any]]):
+    """A batch sampler of this rank's parts, whose passes are counted. Local."""
+
+    def __init__(self, comm: Communicator, name: str) -> None:
+        super().__init__(comm, name)
         self._announced: LoaderPass | None = None
         """A pass over a loader whose iterator has drawn nothing yet."""
-        failure_notes.add(self)
 
     def _started(self, one_pass: LoaderPass) -> None:
         """Called when a pass begins, before it replaces ``_pass``."""
@@ -71,20 +92,6 @@ class PassSampler(Sampler[list[Any]]):
             yield batch
         one_pass.is_exhausted = True
 
-    def failure_note(self) -> str:
-        """Tell the size of the current part, if it may explain an exception; else return ""."""
-        last = self._pass
-        if last is None or not last.num_parts or last.has_ended:
-            return ""
-        own, whole = last.latest
-        if own > 1 or own == whole:
-            return ""
-        return (
-            f"torchmn: this rank has {own} of the {whole} samples of this batch of {self._name}: "
-            "none to divide by, or too few for layers such as BatchNorm1d. Give it drop_last=True, "
-            "or another batch size."
-        )
-
 
 class CountedLoader(DataLoader[Any]):
     """Mixed with the class of a DataLoader whose batch sampler is a `PassSampler`."""
@@ -92,7 +99,7 @@ class CountedLoader(DataLoader[Any]):
     def __iter__(self) -> Any:
         sampler: Any = self.batch_sampler
         one_pass = sampler.begin_pass(is_of_loader=True, fetches=self.num_workers == 0)
-        return _LoopOfScript(super().__iter__(), one_pass, type(self).__name__)
+        return LoopOfScript(super().__iter__(), one_pass, type(self).__name__)
 
 
 class _Loop:
@@ -121,7 +128,7 @@ class _Loop:
         self._pass.was_left = self._pass.is_over = True
 
 
-class _LoopOfScript(_Loop):
+class LoopOfScript(_Loop):
     """The iterator of a script's loop over a loader."""
 
     def __init__(self, batches: Iterator[Any], one_pass: LoaderPass, name: str) -> None:
@@ -152,18 +159,17 @@ class _LoopOfScript(_Loop):
         return batch
 
 
-def counted_copy(loader: Loader, **own: Any) -> Loader:
-    """Copy a DataLoader with some attributes replaced, as a subclass that counts batches. Local.
+def loader_copy(loader: Loader, mixin: Any = None, **own: Any) -> Loader:
+    """Copy a DataLoader with some attributes replaced, as a subclass of ``mixin``, if given. Local.
 
-    No constructor is called, since a user's class may have other arguments. ``batch_sampler`` must
-    be a `PassSampler`.
+    No constructor is called, since a user's class may have other arguments.
     """
     kind: Any = type(loader)
-    copy: Loader = object.__new__(_counted_class(kind))
+    copy: Loader = object.__new__(kind if mixin is None else _mixed_class(mixin, kind))
     vars(copy).update(vars(loader) | own)  # a DataLoader lets no attribute of these be set
     return copy
 
 
 @functools.cache
-def _counted_class(kind: type[Any]) -> Any:
-    return type(f"Scattered{kind.__name__}", (CountedLoader, kind), {})
+def _mixed_class(mixin: Any, kind: Any) -> Any:
+    return type(f"Scattered{kind.__name__}", (mixin, kind), {})

@@ -7,18 +7,48 @@ communicator reads here which batches a step uses; loader and optimizer do not k
 
 from __future__ import annotations
 
+import math
 import weakref
+import zlib
 from array import array
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torchmn.data import rank_seeds
 
 if TYPE_CHECKING:
     from torchmn.comm import Communicator
 
-Part = tuple[int, int]
-"""Samples of a batch: of this rank, and of all ranks."""
+
+class Part(NamedTuple):
+    """The samples of a batch to train with."""
+
+    own: int
+    """Of this rank."""
+    all: int
+    """Of all ranks."""
+    proportion: int = 0
+    """0 if the batch was divided as evenly as possible; else the number of `proportion_of`."""
+
+
+def proportion_of(sizes: Sequence[int]) -> int:
+    """A number for the proportion of ranks' parts, the same on all ranks: see `Part`. Local."""
+    share, rest = divmod(sum(sizes), len(sizes))
+    if [*sizes] == [share + (rank < rest) for rank in range(len(sizes))]:
+        return 0
+    return 1 + zlib.crc32(repr([size // math.gcd(*sizes) for size in sizes]).encode())
+
+
+def have_one_proportion(parts: Collection[Part], size: int) -> bool:
+    """Whether each of ``size`` ranks has the same fraction of every one of these batches. Local.
+
+    The parts of a batch that was divided evenly differ by at most one sample among ranks.
+    """
+    if len({part.proportion for part in parts}) > 1:
+        return False
+    is_even = all(part.proportion == 0 for part in parts)
+    totals = {part.all for part in parts}
+    return not is_even or len(totals) == 1 or all(total % size == 0 for total in totals)
 
 
 class LoaderPass:
@@ -44,17 +74,23 @@ class LoaderPass:
         self.is_over = False  # either: the script will receive no more of it
         self.thread = 0  # that in which the last batch was received
         self.streams = rank_seeds.current()
-        # The parts to train with, as they were drawn: of this rank and of all ranks.
-        self.own, self.all = array("q"), array("q")
+        # The parts to train with, as they were drawn: the columns of `Part`.
+        self.own, self.all, self.proportions = array("q"), array("q"), array("q")
         self._batches = batches
 
-    def add(self, num_own: int, num_all: int) -> None:
-        """Note the next batch to train with, when drawn: samples of this rank and of all ranks."""
+    def add(self, num_own: int, num_all: int, proportion: int = 0) -> None:
+        """Note the next batch to train with, when it is drawn; see `Part`."""
         if not self.own:
             self._batches.begin(self)
-        self._batches.sizes.add((num_own, num_all))
+        self._batches.sizes.add(Part(num_own, num_all, proportion))
         self.own.append(num_own)
         self.all.append(num_all)
+        self.proportions.append(proportion)
+
+    def parts(self, begin: int, end: int) -> list[Part]:
+        """Parts number ``begin`` .. ``end - 1`` of those to train with."""
+        columns = (self.own, self.all, self.proportions)
+        return [*map(Part, *(column[begin:end] for column in columns))]
 
     @property
     def num_parts(self) -> int:
@@ -64,7 +100,7 @@ class LoaderPass:
     @property
     def latest(self) -> Part:
         """The last part to train with that the script has received."""
-        return self.own[self.num_parts - 1], self.all[self.num_parts - 1]
+        return self.parts(self.num_parts - 1, self.num_parts)[0]
 
     def __str__(self) -> str:
         return f"batch {self.num_parts} of loader {self.loader}"

@@ -20,23 +20,30 @@ from torchmn.base.errors import CheckpointWarning, UsageError
 from torchmn.base.warn import warn
 from torchmn.comm.training_start import training_steps
 from torchmn.data.batch_settings import BatchSettings, HasBatchSettings
+from torchmn.data.batch_shares import BatchShares, EqualShares
 from torchmn.data.counted_loader import PassSampler
 from torchmn.data.dataset_comparison import raise_if_datasets_differ
 from torchmn.data.divided_batches import LoaderPass, divided_batches
 from torchmn.data.equal_arguments import raise_if_ranks_differ
 from torchmn.data.permutations import Order, keyed_permutation
-from torchmn.data.scatter import shard_bounds
 from torchmn.data.sub_dataset import SizedDataset
 
 if TYPE_CHECKING:
     from torchmn.comm import Communicator
 
 
-class SamplerState(TypedDict):
-    """``position`` counts samples of the epoch, so it holds for any number of ranks."""
-
+class _Place(TypedDict):
     epoch: int
     position: int
+
+
+class SamplerState(_Place, total=False):
+    """``position`` counts samples of the epoch, so it holds for any number of ranks.
+
+    ``shares`` is there if ranks get other than equal shares, see `BatchShares.state_at`.
+    """
+
+    shares: list[list[int]]
 
 
 _CURE = "Use loader = torchmn.scatter_loader(loader, comm), which counts what the loop has received"
@@ -148,6 +155,8 @@ class GlobalSampler(PassSampler):
         self.size = comm.size
         super().__init__(comm, "GlobalSampler")
         divided_batches(comm).note()
+        self.shares: BatchShares = EqualShares(comm.size)
+        """How a batch is divided among the ranks."""
         self.batch: HasBatchSettings | None = None
         """The `GlobalBatch` that has made this sampler, if one has."""
         self._start = SamplerState(epoch=0, position=0)
@@ -168,21 +177,16 @@ class GlobalSampler(PassSampler):
     @property
     def local_batch(self) -> int:
         """This rank's share of a full global batch."""
-        begin, end = self._share(self.global_batch)
-        return end - begin
+        return self._next_sizes()[self.rank]
 
     def batch_settings(self) -> BatchSettings | None:
         """See `HasBatchSettings`."""
         if self.batch is not None:
             return self.batch.batch_settings()
-        bounds = [
-            shard_bounds(self.global_batch, self.size, rank, force_equal_length=False)
-            for rank in range(self.size)
-        ]
         return BatchSettings(
             global_batch=self.global_batch,
             initial=self.global_batch,
-            shares=[end - begin for begin, end in bounds],
+            shares=[*self._next_sizes()],
             epoch_steps=len(self),
         )
 
@@ -197,7 +201,23 @@ class GlobalSampler(PassSampler):
         Those are the samples that loops have received and, of the epochs that have ended, those
         that ``drop_last`` has dropped. One that ``pad_last`` has repeated counts once.
         """
-        state = self.state_dict()
+        return self._samples_before(self.state_dict())
+
+    @property
+    def samples_drawn(self) -> int:
+        """As `samples_seen`, with the batches that workers have prefetched."""
+        num = 0 if self._pass is None else self._pass.num_drawn
+        return self._after(num)
+
+    def _after(self, num_batches: int) -> int:
+        """The samples before the end of a number of batches of the last pass."""
+        end = self._end_of(self._start, num_batches)
+        return self._samples_before(SamplerState(epoch=self._start["epoch"], position=end))
+
+    def _next_sizes(self) -> Sequence[int]:
+        return self.shares.sizes(self.global_batch, self._samples_before(self._now()))
+
+    def _samples_before(self, state: SamplerState) -> int:
         return state["epoch"] * self.dataset_length + state["position"]
 
     @property
@@ -211,19 +231,29 @@ class GlobalSampler(PassSampler):
 
         Raises UsageError: workers of a DataLoader that is not ours have prefetched others.
         """
+        return self.received_at[1]
+
+    @property
+    def received_at(self) -> tuple[int, int]:
+        """Where the batch that the loop has received last begins, as `samples_seen`, and its size.
+
+        Raises as `received_batch`.
+        """
         if self._is_known_ahead:
             raise UsageError(
                 f"{self._comm.rank_label}: workers of a DataLoader have prefetched batches of this "
                 f"GlobalSampler, so the size of the batch in hand is not known. {_CURE}."
             )
         num = 0 if self._pass is None else self._pass.num_received
-        if num == 0:
-            return 0
-        return self._end_of(self._start, num) - self._end_of(self._start, num - 1)
+        begin = self._after(max(0, num - 1))
+        return begin, self._after(num) - begin
 
     def _started(self, one_pass: LoaderPass) -> None:
         # The DataLoader of a loop with workers requests two iterators before it draws.
         last = self._pass
+        self.shares.begin_pass(
+            has_trained=last is not None and last.has_ended and last.num_parts > 0
+        )
         self._is_ahead = not one_pass.is_of_loader and last is not None and last.num_drawn == 0
         self._start = self._reached(is_left=True)
         self._num_steps_before = training_steps(self._comm).count
@@ -237,10 +267,13 @@ class GlobalSampler(PassSampler):
         for num_batches, size in self._segments(state):
             for _ in range(num_batches):
                 batch = order[position : position + size]
+                at = self._samples_before(SamplerState(epoch=state["epoch"], position=position))
                 position += len(batch)
                 if self.pad_last and len(batch) < self.size:
                     batch = np.resize(batch, self.size)  # repeats from its first sample
-                begin, end = self._share(len(batch))
+                sizes = self.shares.sizes(len(batch), at)
+                begin = sum(sizes[: self.rank])
+                end = begin + sizes[self.rank]
                 if torch.is_grad_enabled():
                     one_pass.add(end - begin, len(batch))
                 yield [int(index) for index in batch[begin:end]]
@@ -277,7 +310,11 @@ class GlobalSampler(PassSampler):
                 f"its state would leave them out. {_CURE}, or state_after(n).",
                 CheckpointWarning,
             )
-        return self._now()
+        return self._with_shares(self._now())
+
+    def _with_shares(self, state: SamplerState) -> SamplerState:
+        shares = self.shares.state_at(self._samples_before(state))
+        return {**state, "shares": shares} if shares else state
 
     @property
     def _is_known_ahead(self) -> bool:
@@ -304,6 +341,9 @@ class GlobalSampler(PassSampler):
                 f"{self._start['position']} of epoch {self._start['epoch']} has {num_all} batches. "
                 "Count the batches since the loop over the DataLoader began."
             )
+        return self._with_shares(self._state_after(num_batches))
+
+    def _state_after(self, num_batches: int) -> SamplerState:
         end = self._end_of(self._start, num_batches)
         return self._normalised(SamplerState(epoch=self._start["epoch"], position=end))
 
@@ -314,6 +354,7 @@ class GlobalSampler(PassSampler):
         """
         try:
             epoch, position = int(state["epoch"]), int(state["position"])
+            shares = [[int(number) for number in row] for row in state.get("shares", ())]
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError(
                 f"{state!r} is not a state of a GlobalSampler, which has the integers 'epoch' and "
@@ -324,6 +365,7 @@ class GlobalSampler(PassSampler):
                 f"Epoch {epoch}, position {position} is outside of a data set of "
                 f"{self.dataset_length} samples. Was the state saved with another data set?"
             )
+        self.shares.load_state(shares)
         self._go_to(epoch, position)
 
     def misfit(self, comm: Communicator) -> str:
@@ -343,7 +385,7 @@ class GlobalSampler(PassSampler):
         has_ended = self._pass.has_ended and num == self._num_batches(self._start)
         if is_left and not has_ended and self._was_peek(num):
             num = 0
-        return self.state_after(num)
+        return self._state_after(num)
 
     def _was_peek(self, num_received: int) -> bool:
         """Whether no step was taken on the batches of the last pass, given that it was left."""
@@ -379,9 +421,6 @@ class GlobalSampler(PassSampler):
             position += min(num, num_batches) * size
             num_batches -= min(num, num_batches)
         return min(position, self.dataset_length)
-
-    def _share(self, batch_size: int) -> tuple[int, int]:
-        return shard_bounds(batch_size, self.size, self.rank, force_equal_length=False)
 
     def _normalised(self, state: SamplerState) -> SamplerState:
         """Replace the end of an epoch by the beginning of the next, unless epochs are empty."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchmn.base.errors import TorchmnError
 from torchmn.cluster.units import MiB
 from torchmn.comm.heartbeat import raise_if_any_failed, run_on_one_rank
-from torchmn.comm.transports.shared_segment import SharedMemorySegment, memory_error_from
+from torchmn.comm.transports.shared_segment import Address, SharedMemorySegment, memory_error_from
 from torchmn.data.packed_samples import COPY, Layout, PackedSamples, pack_dataset
 from torchmn.data.sub_dataset import SizedDataset
 
@@ -70,7 +70,7 @@ def copy_to_nodes(
     addresses = comm.allgather_obj(None if memory is None else memory.address())
 
     def open_here() -> PackedSamples:
-        own = memory or SharedMemorySegment.attach(addresses[own_writer])
+        own = memory or SharedMemorySegment.attach(cast(Address, addresses[own_writer]))
         return PackedSamples(own, layout, comm.trust)
 
     packed, error = _attempt(open_here)

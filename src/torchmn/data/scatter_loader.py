@@ -7,40 +7,70 @@ process, and the samples of a step do not depend on the number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, overload
 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
+from torchmn.base.errors import raise_if_unknown
 from torchmn.data import rank_seeds
-from torchmn.data.counted_loader import CountedLoader, counted_copy
+from torchmn.data.counted_loader import CountedLoader, loader_copy
 from torchmn.data.dataset_comparison import raise_if_datasets_differ
 from torchmn.data.divided_batches import divided_batches
 from torchmn.data.equal_arguments import raise_if_ranks_differ
 from torchmn.data.global_sampler import EmptyBatchCollate, GlobalSampler
 from torchmn.data.scattered_batches import ScatteredBatches, is_drawn_at_once
+from torchmn.data.scattered_stream import (
+    EACH_RANK,
+    RANK_0,
+    ReadBy,
+    ScatteredStream,
+    StreamLoader,
+    share_held,
+)
 from torchmn.data.sub_dataset import SubDataset, length_of
 
 if TYPE_CHECKING:
     from torchmn.comm import Communicator
 
-Sample = TypeVar("Sample")
-
-
-@overload
-def scatter_loader(loader: DataLoader[Sample], comm: Communicator) -> DataLoader[Sample]: ...
+Loader = TypeVar("Loader", bound=DataLoader[Any])
+Second = TypeVar("Second", bound=DataLoader[Any])
+Third = TypeVar("Third", bound=DataLoader[Any])
+Batch = TypeVar("Batch")
 
 
 @overload
 def scatter_loader(
-    loader: Sequence[DataLoader[Any]], comm: Communicator
-) -> tuple[DataLoader[Any], ...]: ...
+    loader: Loader, comm: Communicator, *, read_by: ReadBy | None = None
+) -> Loader: ...
 
 
+@overload
+def scatter_loader(  # type: ignore[overload-overlap]
+    loader: tuple[Loader, Second], comm: Communicator, *, read_by: ReadBy | None = None
+) -> tuple[Loader, Second]: ...
+
+
+@overload
+def scatter_loader(  # type: ignore[overload-overlap]
+    loader: tuple[Loader, Second, Third], comm: Communicator, *, read_by: ReadBy | None = None
+) -> tuple[Loader, Second, Third]: ...
+
+
+@overload
+def scatter_loader(  # type: ignore[overload-overlap]
+    loader: Sequence[Loader], comm: Communicator, *, read_by: ReadBy | None = None
+) -> tuple[Loader, ...]: ...
+
+
+@overload
 def scatter_loader(
-    loader: DataLoader[Any] | Sequence[DataLoader[Any]], comm: Communicator
-) -> DataLoader[Any] | tuple[DataLoader[Any], ...]:
+    loader: Iterable[Batch], comm: Communicator, *, read_by: ReadBy
+) -> StreamLoader[Batch]: ...
+
+
+def scatter_loader(loader: Any, comm: Communicator, *, read_by: ReadBy | None = None) -> Any:
     """A copy of a DataLoader that gives every rank its part of each batch. *Collective.*
 
     ``batch_size`` stays the size of the batch over all ranks, so a script trains on N ranks as it
@@ -68,14 +98,22 @@ def scatter_loader(
     A DataLoader whose ``batch_sampler`` is a `GlobalSampler` of ``comm`` keeps it, with its state:
     the position is then exact also where workers prefetch.
 
+    A stream (an `IterableDataset`, ``batch_size=None``, or another iterable of batches) has no
+    indices, and ``read_by`` must say who reads it. Ranks communicate for every batch (*collective*)
+    and end the pass together; a rank whose share has ended gets batches of 0 rows. Here the loader
+    itself has ``state_dict()`` and ``load_state_dict()``: see `StreamLoader`.
+
     Args:
         loader: on every rank, a DataLoader of the same data set with the same options; or several
             in a tuple or list, for which a tuple of the same length is returned. It is not changed.
         comm: the ranks that share each batch.
+        read_by: who reads a stream. ``rank_0``: it has all samples, rank 0 reads it, divides each
+            batch and sends the parts. ``each_rank``: it yields the share of the rank, of which each
+            takes its part of ``batch_size`` (with ``batch_size=None``, its batches as they are).
 
     Raises:
-        UsageError: it is no DataLoader with batches of a data set with indices, or it gives each
-            rank its part already; on all ranks.
+        UsageError: it is no DataLoader with batches of a data set with indices and ``read_by`` was
+            not given, or it gives each rank its part already; on all ranks.
         RankMismatchError: ranks passed loaders of different lengths, or of data sets whose samples
             or their order differ, as far as that shows; on all ranks.
         When a pass begins: DataError, the sampler of rank 0 raised (rank 0 raises its error);
@@ -89,8 +127,15 @@ def scatter_loader(
     """
     is_one = isinstance(loader, DataLoader) or not isinstance(loader, Sequence)
     loaders: list[Any] = [loader] if is_one else list(loader)
-    problems = [_problem(each, comm) for each in loaders]
-    facts: dict[str, int | None] = {"the number of loaders": len(loaders)}
+    if read_by is not None:
+        raise_if_unknown("read_by", read_by, get_args(ReadBy))
+    problems = [_problem(each, comm, read_by) for each in loaders]
+    if read_by is not None and not any(map(_is_stream, loaders)):
+        problems.append(
+            f"read_by={read_by!r} for loaders that are no streams: their data sets have indices, "
+            "and each rank reads the samples of its part. Leave it out."
+        )
+    facts: dict[str, object] = {"the number of loaders": len(loaders), "read_by": read_by}
     for number, each in enumerate(loaders if not any(problems) else ()):
         facts |= {f"{name} of loader {number}": value for name, value in _facts(each).items()}
     raise_if_ranks_differ(
@@ -100,15 +145,28 @@ def scatter_loader(
         problem=next(filter(None, problems), ""),
         cure="Pass DataLoaders of the same data sets with the same options on every rank.",
     )
-    datasets = [(each.dataset, each.num_workers == 0) for each in loaders]
-    raise_if_datasets_differ("scatter_loader", datasets, comm)
+    datasets = [(each.dataset, each.num_workers == 0) for each in loaders if not _is_stream(each)]
+    if datasets:
+        raise_if_datasets_differ("scatter_loader", datasets, comm)
     divided_batches(comm).note()
-    scattered = tuple(_scattered(each, comm) for each in loaders)
+    scattered = tuple(_scattered(each, comm, read_by) for each in loaders)
     return scattered[0] if is_one else scattered
 
 
-def _scattered(loader: DataLoader[Any], comm: Communicator) -> DataLoader[Any]:
-    """Copy a loader, so that it returns this rank's parts. Local."""
+def _is_stream(loader: Any) -> bool:
+    """Whether the samples of a loader have no indices that could be divided."""
+    if isinstance(loader, DataLoader):
+        return isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None
+    return isinstance(loader, Iterable) and not isinstance(loader, Sequence)
+
+
+def _scattered(loader: Any, comm: Communicator, read_by: ReadBy | None) -> Any:
+    """Copy a loader, so that it returns this rank's parts. *Collective* for a stream."""
+    if read_by is not None and _is_stream(loader):
+        stream = ScatteredStream(loader, comm, read_by)
+        if isinstance(loader, DataLoader):
+            return loader_copy(loader, StreamLoader, _stream=stream, _iterator=None)
+        return StreamLoader(stream)
     batches: Any = loader.batch_sampler
     if not isinstance(batches, GlobalSampler):
         batches = ScatteredBatches(batches, comm, loader.dataset)
@@ -121,16 +179,18 @@ def _scattered(loader: DataLoader[Any], comm: Communicator) -> DataLoader[Any]:
         # counts the batches of an order that only rank 0 draws.
         own |= {"state_dict": batches.last_state, "load_state_dict": batches.load_state_dict}
     if comm.size > 1 and not isinstance(loader.collate_fn, EmptyBatchCollate):
-        own["collate_fn"] = EmptyBatchCollate(loader.dataset, loader.collate_fn)  # type: ignore[arg-type]
+        own["collate_fn"] = EmptyBatchCollate(loader.dataset, loader.collate_fn)
     if comm.rank > 0 and loader.generator is not None:
         # It seeds the workers, whose augmentation would be the same on all ranks.
         seed = rank_seeds.rank_seed(loader.generator.initial_seed(), comm.rank)
         own["generator"] = torch.Generator(device="cpu").manual_seed(seed)
-    return counted_copy(loader, **own)
+    return loader_copy(loader, CountedLoader, **own)
 
 
 def _facts(loader: Any) -> dict[str, int | None]:
     """Numbers that must be the same on all ranks, by name."""
+    if _is_stream(loader):
+        return {"the size of batches": getattr(loader, "batch_size", None)}
     read_ahead = loader.num_workers * (loader.prefetch_factor or 0)
     return {
         "the number of samples": length_of(loader.dataset),
@@ -147,6 +207,8 @@ _SCATTER_DATASET = "scatter_dataset"
 
 def divided_by(loader: Any) -> str:
     """Name what already gives each rank its part of a DataLoader's data; "" if none. Local."""
+    if isinstance(loader, StreamLoader):
+        return "scatter_loader"
     batches, data = getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)
     for sampler in (getattr(batches, "sampler", None), batches):
         if isinstance(sampler, (DistributedSampler, GlobalSampler, ScatteredBatches)):
@@ -154,24 +216,15 @@ def divided_by(loader: Any) -> str:
     return _SCATTER_DATASET if isinstance(data, SubDataset) and data.is_of_one_rank else ""
 
 
-def _problem(loader: Any, comm: Communicator) -> str:
+def _problem(loader: Any, comm: Communicator, read_by: ReadBy | None) -> str:
+    if isinstance(loader, StreamLoader):
+        return "a loader that scatter_loader has returned. Pass the loader of one process."
+    if _is_stream(loader):
+        return _problem_of_stream(loader, comm, read_by)
     if not isinstance(loader, DataLoader):
         return (
             f"a {type(loader).__name__}. It needs a torch.utils.data.DataLoader, or a tuple or "
-            "list of them. A loader that reads a stream (webdataset's WebLoader) divides it "
-            "itself: let each rank read its part, in batches of batch_size // comm.size samples."
-        )
-    if isinstance(loader.dataset, IterableDataset):
-        return (
-            f"a DataLoader of a {type(loader.dataset).__name__}, a stream, whose samples have no "
-            "indices to divide. Let the data set yield the samples of this rank (comm.rank of "
-            "comm.size) with batch_size // comm.size samples in a batch, or use a source of "
-            "torchmn.cntk.readers, which divides streams."
-        )
-    if loader.batch_sampler is None:
-        return (
-            "a DataLoader with batch_size=None, which has no batches to divide. Give it a "
-            "batch_size, or a batch_sampler= that yields lists of indices."
+            "list of them."
         )
     batches = loader.batch_sampler
     if isinstance(batches, GlobalSampler) and not isinstance(loader, CountedLoader):
@@ -192,5 +245,42 @@ def _problem(loader: Any, comm: Communicator) -> str:
         return (
             "a DataLoader of a shard of scatter_dataset, which differs between ranks. Pass the "
             "DataLoader of the whole data set; scatter_dataset is not needed."
+        )
+    return ""
+
+
+def _problem_of_stream(loader: Any, comm: Communicator, read_by: ReadBy | None) -> str:
+    data = getattr(loader, "dataset", loader)
+    what = f"a {type(loader).__name__}" + ("" if data is loader else f" of a {type(data).__name__}")
+    if isinstance(loader, DataLoader) and loader.batch_sampler is None:
+        what += " with batch_size=None"
+    held, rank = share_held(data, comm)
+    size = getattr(loader, "batch_size", None)
+    if held and rank != comm.rank and read_by != RANK_0:
+        return (
+            f"{what}, which holds {held} on rank {comm.rank}: the share of rank {rank} would be "
+            f"read twice and this rank's never. Make it with the rank {comm.rank}. (litdata takes "
+            "it from the variable GLOBAL_RANK.)"
+        )
+    if read_by is None:
+        advice = (
+            f"It holds {held}, so it seems to yield this rank's share: pass read_by='each_rank'."
+            if held
+            else "Pass read_by='rank_0' if it yields all samples: rank 0 reads it as one process "
+            "does and sends each rank its part of each batch. Pass read_by='each_rank' if it "
+            "yields only this rank's share, as after split_dataset_by_node or webdataset's "
+            "split_by_node: then no samples are sent."
+        )
+        return f"{what}, a stream, which has no batches of indices to divide. {advice}"
+    if read_by == RANK_0 and held:
+        return (
+            f"read_by='rank_0' for {what}, which holds {held}. It seems to yield the share of one "
+            "rank, and the other shares would never be read. Pass read_by='each_rank', or the data "
+            "set of one process."
+        )
+    if read_by == EACH_RANK and size is not None and size < comm.size:
+        return (
+            f"batch_size={size} for {comm.size} ranks which read a share each. It is the size over "
+            "all ranks, so that each needs at least one sample of it."
         )
     return ""

@@ -481,7 +481,8 @@ class GradientReducer:
         """
         passes, local = self.passes, self.local_passes
         passes.raise_if_unfinished()
-        if not (self.is_late and self._has_gradients()):  # those of an earlier pass
+        is_with_old_gradients = self.is_late and self._has_gradients()
+        if self.comm.size > 1 and not is_with_old_gradients:
             passes.raise_if_others_share_one()
         if not passes.are_compared and self.parameters.have_changed():
             self._end_without_means(self._other_layout).raise_if_ranks_disagree()

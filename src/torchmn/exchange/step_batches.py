@@ -14,11 +14,11 @@ which batches were received, and which multiple of the part forward has seen.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from torchmn.data.divided_batches import DividedBatches, LoaderPass, Part
+from torchmn.data.divided_batches import DividedBatches, LoaderPass, Part, have_one_proportion
 
 # After this many exchanges of one batch each, one of several means that a batch was left out.
 _MIN_REGULAR = 2
@@ -155,8 +155,7 @@ class StepBatches:
         num_loops = 0
         for each in self._batches.passes:
             start, end = self._before.get(each, 0), each.num_received
-            parts = [*zip(each.own[start:end], each.all[start:end], strict=True)]
-            if not parts:
+            if not (parts := each.parts(start, end)):
                 continue
             new[each] = parts
             found.is_of_thread &= each.thread == self._thread
@@ -183,11 +182,11 @@ class StepBatches:
         if found.is_kept:
             return self._of_kept(found, counted)
         num, parts = counted.num_samples, found.parts
-        weight, total = parts[-1]
+        weight, total, proportion = parts[-1]
         own = weight
         if len(parts) > 1:
-            if self._have_one_proportion(parts):
-                weight = sum(each for each, _ in parts)
+            if have_one_proportion(parts, self._size):
+                weight = sum(each.own for each in parts)
             elif len(found.passes) > 1:
                 latest = [each.latest for each in found.passes]
                 return Share(weight, num, latest, is_miscounted=True, are_of_several=True)
@@ -198,7 +197,7 @@ class StepBatches:
         if not (num and own):
             return Share(weight, num, parts, is_miscounted=num > 0)
         multiple, rest = divmod(num, own)
-        is_even = total % self._size == 0
+        is_even = not proportion and total % self._size == 0
         if is_even and rest:  # all may see the same constants
             multiple = num - own
         elif is_even and is_all:  # one rank may see its part more often
@@ -215,25 +214,17 @@ class StepBatches:
         parts, sizes, num = found.parts, self._batches.sizes, counted.num_samples
         latest = parts or self._last_share.parts
         # What a thread requests is not the same on all ranks at a step.
-        if found.is_of_thread and self._have_one_proportion(sizes):
+        if found.is_of_thread and have_one_proportion(sizes, self._size):
             seen = None
             if found.num_new:  # else a look at a batch, perhaps: the loop has ended
                 seen = self._share(replace(found, is_kept=False), counted).seen
             if seen is not None and seen % 2 == 0:  # of some of them: how many are left
-                received, total = (sum(each) for each in zip(*parts, strict=True))
+                received, total = sum(part.own for part in parts), sum(part.all for part in parts)
                 seen = 2 * round(total - num * total / received)
-            return Share(latest[-1][0], num, latest, seen)
+            return Share(latest[-1].own, num, latest, seen)
         if not counted.num_forwards and not parts:
             return self._last_share  # a second backward pass of the same forward pass
         each = num / max(1, counted.num_forwards)
-        is_known = any(each % own == 0 if own else not each for own, _ in sizes)
+        is_known = any(each % size.own == 0 if size.own else not each for size in sizes)
         is_known &= counted.num_forwards * counted.squares == num**2  # all saw as many
         return Share(num, num, latest, is_miscounted=not is_known)
-
-    def _have_one_proportion(self, parts: Collection[Part]) -> bool:
-        """Whether each rank has the same fraction of every one of these batches.
-
-        The parts of a batch differ by at most one sample among ranks.
-        """
-        totals = {total for _, total in parts}
-        return len(totals) == 1 or all(total % self._size == 0 for total in totals)

@@ -30,7 +30,7 @@ from torchmn.nn.micro_batches import samples_of_loss
 LossWeight = Literal["rank", "samples"]
 
 _FORWARD, _BACKWARD = range(2)
-_CURE = "Call torchmn.links.convert_batch_norm(model, comm) after loading."
+_CURE = "Call torchmn.nn.convert_batch_norm(model, comm) after loading."
 _TWICE = (
     "The gradient of a batch normalization over ranks was differentiated again, which is possible "
     "in eval mode only. Call eval() of these layers for a gradient penalty, or use torch's layers."
@@ -93,7 +93,7 @@ class MultiNodeBatchNorm1d(_MultiNode, nn.BatchNorm1d):
     """`torch.nn.BatchNorm1d` over the batches of all ranks; see `MultiNodeBatchNorm2d`.
 
     Example:
-        >>> torchmn.links.MultiNodeBatchNorm1d(3, comm)(torch.rand(5, 3)).shape
+        >>> torchmn.nn.MultiNodeBatchNorm1d(3, comm)(torch.rand(5, 3)).shape
         torch.Size([5, 3])
     """
 
@@ -117,7 +117,7 @@ class MultiNodeBatchNorm2d(_MultiNode, nn.BatchNorm2d):
 
     >>> import torchmn
     >>> comm = torchmn.create_communicator()
-    >>> layer = torchmn.links.MultiNodeBatchNorm2d(3, comm)
+    >>> layer = torchmn.nn.MultiNodeBatchNorm2d(3, comm)
     >>> layer(torch.rand(5, 3, 2, 2)).shape
     torch.Size([5, 3, 2, 2])
     >>> comm.finalize()
@@ -128,7 +128,7 @@ class MultiNodeBatchNorm3d(_MultiNode, nn.BatchNorm3d):
     """`torch.nn.BatchNorm3d` over the batches of all ranks; see `MultiNodeBatchNorm2d`.
 
     Example:
-        >>> torchmn.links.MultiNodeBatchNorm3d(3, comm)(torch.rand(5, 3, 2, 2, 2)).shape
+        >>> torchmn.nn.MultiNodeBatchNorm3d(3, comm)(torch.rand(5, 3, 2, 2, 2)).shape
         torch.Size([5, 3, 2, 2, 2])
     """
 
@@ -162,7 +162,7 @@ def convert_batch_norm(
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
-        >>> type(torchmn.links.convert_batch_norm(model, comm)[1]).__name__
+        >>> type(torchmn.nn.convert_batch_norm(model, comm)[1]).__name__
         'MultiNodeBatchNorm1d'
     """
     raise_if_unknown("loss_weight", loss_weight, get_args(LossWeight))
@@ -194,8 +194,8 @@ def revert_batch_norm(model: Model) -> Model:
     `torch.nn.utils.parametrize`.
 
     Example:
-        >>> layer = torchmn.links.convert_batch_norm(torch.nn.BatchNorm1d(4), comm)
-        >>> type(torchmn.links.revert_batch_norm(layer)).__name__
+        >>> layer = torchmn.nn.convert_batch_norm(torch.nn.BatchNorm1d(4), comm)
+        >>> type(torchmn.nn.revert_batch_norm(layer)).__name__
         'BatchNorm1d'
     """
     for layer in revert_layers(model, _MultiNode, _OF_TORCH):

@@ -32,9 +32,9 @@ def clip_grad_norm_(
         comm: the ranks of a model, if each has other modules, as with `torchmn.nn.functions`.
 
     Example:
-        >>> layer = torchmn.links.ParallelLinear(3, 2, comm)
+        >>> layer = torchmn.nn.ParallelLinear(3, 2, comm)
         >>> layer(torch.ones(1, 3)).sum().backward()
-        >>> norm = torchmn.links.clip_grad_norm_(layer, max_norm=1.0)
+        >>> norm = torchmn.nn.clip_grad_norm_(layer, max_norm=1.0)
         >>> round(norm.item(), 4)
         2.8284
     """
@@ -88,9 +88,9 @@ def share_nonfinite_(
         comm: the ranks of the model; those of its parallel layers by default.
 
     Example:
-        >>> layer = torchmn.links.ParallelLinear(3, 2, comm)
+        >>> layer = torchmn.nn.ParallelLinear(3, 2, comm)
         >>> layer(torch.ones(1, 3)).sum().backward()
-        >>> torchmn.links.share_nonfinite_(layer)
+        >>> torchmn.nn.share_nonfinite_(layer)
     """
     trained = _with_gradients(parameters)
     owners = [comm] if comm is not None else [o for o in _by_owners(trained) if o is not None]

@@ -100,7 +100,7 @@ def create_multi_node_n_step_rnn(
 
     Example:
         >>> lstm = torch.nn.LSTM(3, 4)
-        >>> rnn = torchmn.links.create_multi_node_n_step_rnn(lstm, comm)  # of this rank alone
+        >>> rnn = torchmn.nn.create_multi_node_n_step_rnn(lstm, comm)  # of this rank alone
         >>> rnn(torch.ones(5, 2, 3))[0].shape
         torch.Size([5, 2, 4])
     """

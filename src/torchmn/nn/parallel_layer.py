@@ -244,8 +244,8 @@ def gather_state_dict(model: nn.Module) -> dict[str, Any]:
     ranks.
 
     Example:
-        >>> layer = torchmn.links.ParallelLinear(3, 2, comm)
-        >>> torchmn.links.gather_state_dict(layer)["weight"].shape  # of the whole layer
+        >>> layer = torchmn.nn.ParallelLinear(3, 2, comm)
+        >>> torchmn.nn.gather_state_dict(layer)["weight"].shape  # of the whole layer
         torch.Size([2, 3])
     """
     state = dict(model.state_dict())
@@ -262,8 +262,8 @@ def load_whole_state_dict(
     Nothing is sent. Raises RuntimeError, as torch: names or shapes differ.
 
     Example:
-        >>> layer = torchmn.links.ParallelLinear(3, 2, comm)
-        >>> torchmn.links.load_whole_state_dict(layer, torch.nn.Linear(3, 2).state_dict())
+        >>> layer = torchmn.nn.ParallelLinear(3, 2, comm)
+        >>> torchmn.nn.load_whole_state_dict(layer, torch.nn.Linear(3, 2).state_dict())
     """
     own = dict(state)
     for key, layer, _ in _divided(model):
@@ -401,7 +401,7 @@ class ParallelLinear(ParallelLayer, nn.Linear):
 
     >>> import torchmn
     >>> comm = torchmn.create_communicator()
-    >>> layer = torchmn.links.ParallelLinear(3, 7, comm, split="output")
+    >>> layer = torchmn.nn.ParallelLinear(3, 7, comm, split="output")
     >>> layer(torch.rand(2, 3)).shape
     torch.Size([2, 7])
     >>> comm.finalize()
@@ -446,7 +446,7 @@ class ParallelConv2d(ParallelLayer, nn.Conv2d):
     Raises UsageError: fewer channels than ranks; UnsupportedError: ``groups`` is not 1.
 
     Example:
-        >>> layer = torchmn.links.ParallelConv2d(3, 8, 3, comm, padding=1)
+        >>> layer = torchmn.nn.ParallelConv2d(3, 8, 3, comm, padding=1)
         >>> layer(torch.rand(2, 3, 4, 4)).shape
         torch.Size([2, 8, 4, 4])
     """

@@ -77,7 +77,7 @@ def _clock_ns(trace: dict[str, Any]) -> int | None:
     """Return the trace's own time of `_CLOCK_EVENT` in nanoseconds, None if it is missing."""
     for event in trace["traceEvents"]:
         if event.get("name") == _CLOCK_EVENT and event.get("ph") == "X":
-            return round(1000 * event["ts"])
+            return round(1000 * float(event["ts"]))
     return None
 
 

@@ -33,7 +33,7 @@ from torchmn.base import events
 from torchmn.base.compiling import not_compiled
 from torchmn.base.errors import UsageError
 from torchmn.base.log import Log
-from torchmn.base.private_files import make_private_folder, write_whole
+from torchmn.base.private_files import make_private_folder
 from torchmn.cluster.environment_variables import RECORD_VARIABLE
 from torchmn.cluster.network import nominal_speed, route_of
 from torchmn.control.processes import resident_nbytes
@@ -195,8 +195,8 @@ class Recording:
             profile.disable()
             try:
                 make_private_folder(path.parent)
-                write_whole(path, b"")  # which no other user can read, nor what is written to it
                 profile.dump_stats(path)
+                path.chmod(0o600)
             except OSError as error:
                 _log.warning("the profile %s cannot be written: %s", path, error.strerror or error)
 

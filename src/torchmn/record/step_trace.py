@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from torchmn.base.errors import UsageError
 from torchmn.base.log import Log
-from torchmn.base.private_files import make_private_folder, write_whole
+from torchmn.base.private_files import make_private_folder
 from torchmn.base.torch_private import is_profiler_running
 from torchmn.record.profile_request import ProfileRequest
 from torchmn.record.records import ClockOffset, Phase
@@ -132,8 +132,8 @@ class StepTrace:
         make_private_folder(self.path.parent)
         # Renamed at the end, so that nobody merges a file that is half written.
         unfinished = self.path.with_suffix(".unfinished")
-        write_whole(unfinished, b"")  # no other user can read it, nor what torch writes to it
         running_profile.export_chrome_trace(str(unfinished))
+        unfinished.chmod(0o600)  # torch makes the file, with the mode of the user's umask
         unfinished.rename(self.path)
 
 

@@ -28,6 +28,7 @@ from torchmn.cluster.environment_variables import MONITOR_VARIABLE, RECORD_VARIA
 from torchmn.control.connection import Channel
 from torchmn.control.heartbeat import answer
 from torchmn.control.messages import (
+    AwaitsInput,
     EndedBy,
     Exit,
     Failed,
@@ -36,6 +37,7 @@ from torchmn.control.messages import (
     Leaving,
     LogWarning,
     Message,
+    PreemptionNotice,
     ScriptStarted,
     Shown,
     StartScript,
@@ -56,6 +58,7 @@ from torchmn.control.processes import (
 )
 from torchmn.control.script_connection import ScriptLink
 from torchmn.run.monitor.bootstrap import with_bootstrap
+from torchmn.run.preemption_notice import NoticeWatcher
 from torchmn.run.script_input import open_input
 from torchmn.run.script_output import ScriptOutput
 
@@ -109,6 +112,7 @@ class Agent:
         self._end_leftovers_at: float | None = None
         self._kill_leftovers_at = 0.0
         self._link = ScriptLink(self._on_report)
+        self._notices: NoticeWatcher | None = None
 
     def run(self, env: Mapping[str, str]) -> int:
         """Run the script to its end, report how it ended, and return its exit code."""
@@ -138,7 +142,7 @@ class Agent:
         self._started_at = time.time()
         self._memory_kills = count_memory_kills()
         command = with_bootstrap(self._order.argv)
-        stdin = open_input(self._input_path if self._rank == 0 else "")
+        stdin = open_input(self._input_path)
         self._is_python = command != self._order.argv
         process = subprocess.Popen(
             command,
@@ -160,6 +164,9 @@ class Agent:
         if stdin != subprocess.DEVNULL:
             os.close(stdin)
         self._script_pid = process.pid
+        # Its thread begins after the fork. One rank of a host is enough: all save if one must.
+        if self._order.preemption and self._place[0] == 0:
+            self._notices = NoticeWatcher(self._order.preemption)
         self._link.script_started(process.pid)
         process.returncode = 0  # this class reaps; without it Popen would warn
         if process.stdout is not None and process.stderr is not None:
@@ -198,6 +205,8 @@ class Agent:
                 if self._channel.pending_bytes:
                     events |= selectors.EVENT_WRITE
                 selector.register(self._channel, events, self._on_messages)
+            if self._notices is not None:
+                selector.register(self._notices, selectors.EVENT_READ, self._on_notice)
             self._output.register(selector)
             for key, _ in selector.select(self._timeout_s()):
                 key.data()
@@ -205,7 +214,11 @@ class Agent:
     def _timeout_s(self) -> float | None:
         if self._returncode is not None:
             return 0.02  # waiting for processes that the script has left
-        deadlines = [at for at in (self._kill_at, self._link.reply_by) if at is not None]
+        deadlines = [
+            at
+            for at in (self._kill_at, self._link.reply_by, self._output.refresh_at)
+            if at is not None
+        ]
         if self._held:
             # No event tells that the script has installed a handler: look again after a while.
             deadlines.append(time.monotonic() + _HANDLER_PERIOD_S)
@@ -226,6 +239,19 @@ class Agent:
                 self._forward(number, "system")
             elif number in _ENDING_SIGNALS:
                 self._terminate(number, "outside")
+
+    def _on_notice(self) -> None:
+        """Tell the script and the supervisor that this host will be preempted."""
+        assert self._notices is not None  # noqa: S101 - it has called this
+        text, problem = self._notices.read()
+        if problem:
+            self._channel.post(LogWarning(text=problem))
+            return
+        self._notices.close()
+        self._notices = None
+        notice = PreemptionNotice(text=text)
+        self._link.post(notice)
+        self._channel.post(notice)
 
     def _on_messages(self) -> None:
         self._channel.flush()
@@ -252,6 +278,8 @@ class Agent:
             self._output.write_to_log(message.whole)
         elif isinstance(message, Leaving):
             self._output.write_to_log(message.text)
+        elif isinstance(message, AwaitsInput):
+            self._output.on_prompt(message.begins)
         self._channel.post(message)
 
     # ---- the end ------------------------------------------------------------------------------
@@ -303,6 +331,7 @@ class Agent:
         """Kill what has exceeded its deadline: the script, then processes that it left behind."""
         now = time.monotonic()
         self._link.reply_if_overdue()
+        self._output.refresh()
         if self._returncode is None:
             self._send_held()
             if self._kill_at is not None and now >= self._kill_at:

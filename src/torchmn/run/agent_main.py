@@ -2,7 +2,7 @@
 
 It reads its rank from the variables of the launcher that started it, gets the command from the
 supervisor, binds itself to the rank's share of the cores and runs the script. Its argument, if
-there is one, is the path of the input for rank 0. It does not import torch.
+there is one, is the path of the input for the rank that reads it. It does not import torch.
 """
 
 import os
@@ -29,6 +29,7 @@ from torchmn.run.agent import HANDLED_SIGNALS, Agent
 from torchmn.run.backend import open_mpi_memory
 from torchmn.run.host_checks import find_problem, versions
 from torchmn.run.rank_environment import bind_cores, script_environment
+from torchmn.run.script_input import input_rank
 
 _ALL_RANKS_S = 3600.0  # the supervisor disconnects much earlier if the other ranks do not start
 
@@ -61,7 +62,7 @@ def main() -> int:
                 share,
                 beside,
                 on_host,
-                input_path=next(iter(sys.argv[1:]), ""),
+                input_path="".join(sys.argv[1:]) if place.rank == input_rank(os.environ) else "",
             )
             return agent.run({**env, **variables})
     except TorchmnError as error:

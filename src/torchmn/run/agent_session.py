@@ -4,9 +4,11 @@ Used by the supervisor of a job, and for every round of an elastic job.
 """
 
 import math
+import os
 import signal
 import socket
 from collections import deque
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,15 +19,18 @@ from torchmn.control.connection import Channel
 from torchmn.control.hang_report import HangReport
 from torchmn.control.messages import (
     AgentHello,
+    AwaitsInput,
     ForwardSignal,
     LogWarning,
     Message,
     Output,
+    PreemptionNotice,
     Refresh,
     ScriptStarted,
     Shown,
     StartRefused,
     StartScript,
+    Stream,
 )
 from torchmn.control.processes import send_group
 from torchmn.run.console import RankOutput
@@ -62,8 +67,10 @@ class AgentSession(RankSession):
         super().__init__(listener, num_ranks, log_dir)
         self._job = job
         self._output = output
+        self.variables: Mapping[str, str] = {}  # for all scripts
         self._problems: list[str] = []
         self._last_lines: deque[str] = deque(maxlen=_MAX_LAST_LINES)  # of all ranks
+        self._local_ranks: dict[int, int] = {}  # known once the scripts start
         self.has_started = False  # whether the agents were ordered to start their scripts
         # Until when ranks may save and exit, of `clock`, once SIGTERM was received.
         self.leave_by: float | None = None
@@ -96,7 +103,9 @@ class AgentSession(RankSession):
         # Only now is the host of rank 0 known, and with it the address where all ranks meet.
         job, first = self._job, hellos[0]
         rendezvous = {"MASTER_ADDR": first.address, "MASTER_PORT": str(first.port)}
+        of_terminal = {**self.variables, **self._output.variables(job.num_ranks, os.environ)}
         variables = torchrun_variables([hello.host for hello in hellos])
+        self._local_ranks = {i: int(own["LOCAL_RANK"]) for i, own in enumerate(variables)}
         for rank, own in enumerate(variables):
             self.connections[rank].channel.post(
                 StartScript(
@@ -105,9 +114,10 @@ class AgentSession(RankSession):
                     log_dir=str(self.log_dir.absolute()),
                     grace_s=job.grace_s,
                     signal_grace_s=job.signal_grace_s,
+                    preemption=job.preemption,
                     wants_refreshes=self._output.shows_bars,
                     script=job.script,
-                    env={**own, **rendezvous},
+                    env={**own, **rendezvous, **of_terminal},
                 )
             )
 
@@ -124,11 +134,19 @@ class AgentSession(RankSession):
             self._problems.append(f"rank {record.rank} on {record.host}: {message.text}")
         elif isinstance(message, Refresh):
             connection.num_unshown_bytes += len(message.text)
-            self._output.refresh(record.rank, message.text)
+            if self._shows(record, "err"):
+                self._output.refresh(record.rank, message.text)
+        elif isinstance(message, AwaitsInput):
+            super().on_message(connection, message)
+            self._output.prompting = record.rank if message.begins else None
+        elif isinstance(message, PreemptionNotice):
+            self._output.say(f"{record.host} will be preempted: {message.text}.")
         elif isinstance(message, LogWarning):
-            self._output.say(f"rank {record.rank}: {message.text}")
+            self._output.say_once(f"rank {record.rank}: {message.text}")
         else:
             super().on_message(connection, message)
+            if record.has_ended and self._output.prompting == record.rank:
+                self._output.prompting = None
 
     def _write_binding(self, text: str) -> None:
         """Append a line to `BINDING_FILE`; a full disk costs the line, not the job."""
@@ -148,11 +166,14 @@ class AgentSession(RankSession):
 
     def _on_output(self, record: RankRecord, message: Output) -> None:
         record.num_lines += len(message.lines)
-        if message.lines:
-            self._last_lines.extend(message.lines)
         if message.stream == "err":
             record.last_errors.extend(message.lines)
-        self._output.lines(record.rank, message.stream, message.lines)
+        if message.lines and self._shows(record, message.stream):
+            self._last_lines.extend(message.lines)
+            self._output.lines(record.rank, message.stream, message.lines)
+
+    def _shows(self, record: RankRecord, stream: Stream) -> bool:
+        return self._job.shown.shows(self._local_ranks.get(record.rank, 0), stream)
 
     def accept(self) -> None:
         """As in `RankSession`; also acknowledge output, after which ranks may send more."""
@@ -169,9 +190,22 @@ class AgentSession(RankSession):
         if connection.script_pid and connection.record.host == socket.gethostname():
             send_group(connection.script_pid, signal.SIGKILL)
 
+    @property
+    def awaits_input(self) -> bool:
+        """Whether a script waits for a person at the terminal."""
+        return any(r.awaits_input and not r.has_ended for r in self.records)
+
     def forward_signal(self, signum: int) -> None:
-        """Send all scripts a signal from outside the job, so that they can save and exit."""
+        """Send all scripts a signal from outside the job, so that they can save and exit.
+
+        Ctrl-C is for a script that awaits input: pdb interrupts a command and prompts again.
+        """
         if not self.has_started:
+            return
+        if signum == signal.SIGINT:
+            for each in self.connections.values():
+                if each.record.awaits_input:
+                    each.channel.post(ForwardSignal(signum=signum))
             return
         self.post(ForwardSignal(signum=signum))
         if signum == signal.SIGTERM and self.leave_by is None:

@@ -71,14 +71,20 @@ class ProcessOwner:
             self._wakeup.recv(64)
         return reap_children()
 
-    def take_signals_to_forward(self) -> list[int]:
-        """Return the received signals that scripts should get, except SIGINT and SIGHUP."""
+    def take_signals_to_forward(self, *, awaits_input: bool = False) -> list[int]:
+        """Return the received signals that scripts should get.
+
+        SIGHUP ends the job at once, and so does SIGINT unless a script awaits input.
+        """
         taken, self._received = self._received, []
+        kept = {signal.SIGHUP} if awaits_input else {signal.SIGHUP, signal.SIGINT}
         for signum in taken:
+            if signum == signal.SIGINT and awaits_input:
+                continue
             # Ctrl-C ends a job also while it takes its time to save after SIGTERM
             if signum == signal.SIGINT or (self._ended_by is None and signum in _ENDING_SIGNALS):
                 self._ended_by = signum
-        return [signum for signum in taken if signum not in (signal.SIGINT, signal.SIGHUP)]
+        return [signum for signum in taken if signum not in kept]
 
     def finish_output(self) -> None:
         """Wait until the output was read, unless a signal asks for the end."""

@@ -6,9 +6,12 @@ output here, which is in the log folder as well.
 
 import os
 import select
+import shutil
 import sys
 import threading
 from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TextIO
 
 from torchmn.cluster.units import counted
@@ -16,6 +19,27 @@ from torchmn.control.messages import Stream
 
 _MAX_WAITING_BYTES = 1 << 20
 _NAMES: dict[Stream, str] = {"out": "standard output", "err": "standard error"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConsoleFilter:
+    """Which output of ranks is shown. What is not shown is in the files of the log folder.
+
+    ``redirected`` has pairs (local rank, stream) that are not shown; ``None`` is every local rank.
+    Of ``local_ranks`` the output is shown; ``None`` is all.
+
+    >>> ConsoleFilter(local_ranks=frozenset({0})).shows(1, "out")
+    False
+    """
+
+    redirected: frozenset[tuple[int | None, str]] = frozenset()
+    local_ranks: frozenset[int] | None = None
+
+    def shows(self, local_rank: int, stream: Stream) -> bool:
+        """Whether lines of this stream are shown."""
+        if self.local_ranks is not None and local_rank not in self.local_ranks:
+            return False
+        return not self.redirected & {(None, stream), (local_rank, stream)}
 
 
 def open_standard_streams() -> tuple[TextIO, TextIO]:
@@ -38,7 +62,8 @@ def _stream_of(descriptor: int) -> TextIO:
 class RankOutput:
     """Writes whole lines with a prefix of their rank; standard output and error stay separate.
 
-    On a terminal the progress bar that moved last is shown below the lines. When the reader of the
+    On a terminal the line that a rank has begun last, such as a progress bar, is shown below the
+    lines, and while a rank awaits input its prompt. When the reader of the
     output has left (as ``| head`` does), `is_closed` becomes true and nothing more is written.
 
     After `start` a thread writes, so that a reader that pauses does not stop the caller, which asks
@@ -47,7 +72,9 @@ class RankOutput:
 
     def __init__(self, out: TextIO, err: TextIO) -> None:
         self._files: dict[Stream, TextIO] = {"out": out, "err": err}
-        self._shows_bar = False
+        self._bar = ""  # what is shown below the lines
+        # The rank that awaits input: only its line is shown, and again after other lines.
+        self.prompting: int | None = None
         self._num_missing: dict[Stream, int] = {"out": 0, "err": 0}
         self._waiting: deque[tuple[Stream, str, bool]] = deque()
         self._num_waiting_bytes = 0
@@ -55,11 +82,24 @@ class RankOutput:
         self._thread: threading.Thread | None = None
         self._is_ending = False
         self.is_closed = False
+        self._said: set[str] = set()
 
     @property
     def shows_bars(self) -> bool:
         """Whether `refresh` shows anything."""
         return self._files["err"].isatty()
+
+    def variables(self, num_ranks: int, env: Mapping[str, str]) -> dict[str, str]:
+        """Return variables by which scripts write for the terminal that shows their output.
+
+        Libraries such as tqdm and rich then use its width, beside the prefix of the rank, and
+        colours unless ``env`` has NO_COLOR. Empty if the output goes elsewhere.
+        """
+        if not all(file.isatty() for file in self._files.values()):
+            return {}
+        width = shutil.get_terminal_size().columns - len(f"[{num_ranks - 1}] ")
+        has_colors = "NO_COLOR" not in env and env.get("TERM") != "dumb"
+        return {"COLUMNS": str(max(width, 1)), **({"FORCE_COLOR": "1"} if has_colors else {})}
 
     @property
     def has_room(self) -> bool:
@@ -90,13 +130,19 @@ class RankOutput:
         """Write a message of torchmn itself."""
         self._write("err", f"torchmn: {text}\n")
 
+    def say_once(self, text: str) -> None:
+        """Write a message of torchmn itself, unless it was written so before."""
+        if text not in self._said:
+            self._said.add(text)
+            self.say(text)
+
     def quote(self, text: str) -> None:
         """Write text unchanged to standard error."""
         self._write("err", text if text.endswith("\n") else f"{text}\n")
 
     def refresh(self, rank: int, text: str) -> None:
-        """Show the current state of a rank's progress bar."""
-        if self.shows_bars:
+        """Show the line that a rank has begun, such as a progress bar, in its current state."""
+        if self.shows_bars and self.prompting in (None, rank):
             self._write("err", f"[{rank}] {text}", is_bar=True)
 
     def _write(self, stream: Stream, text: str, *, is_bar: bool = False) -> None:
@@ -127,8 +173,8 @@ class RankOutput:
     def _put(self, stream: Stream, text: str, is_bar: bool) -> None:
         """Write now. After an error count the lost lines, and report it on the other stream."""
         try:
-            if self._shows_bar:
-                self._shows_bar = False
+            bar, self._bar = self._bar, ""
+            if bar:
                 _write_all(self._files["err"], "\r\x1b[K")
             if self._num_missing[stream]:
                 num = counted(self._num_missing[stream], "line")
@@ -136,7 +182,11 @@ class RankOutput:
                 _write_all(self._files[stream], missing)
                 self._num_missing[stream] = 0
             _write_all(self._files[stream], text)
-            self._shows_bar = is_bar
+            if is_bar:
+                self._bar = text
+            elif bar and self.prompting is not None:
+                _write_all(self._files["err"], bar)
+                self._bar = bar
         except BrokenPipeError:
             self.is_closed = True
         except OSError as error:

@@ -15,6 +15,7 @@ from typing import Literal
 from torchmn.base.errors import UsageError
 from torchmn.cluster.hostlists import Host
 from torchmn.control.processes import python_module
+from torchmn.run.console import ConsoleFilter
 
 Backend = Literal["gloo", "nccl", "mpi"]
 Launcher = Literal["local", "mpirun", "torchrun", "srun", "ssh"]
@@ -37,8 +38,10 @@ class Job:
     all hosts, and ``launcher_args`` are passed verbatim to the launcher. When the job fails, the
     time between asking a rank to end and killing it is ``grace_s``; after SIGTERM from outside it
     is ``signal_grace_s``, ``None`` to leave that to the scheduler. Each run makes a folder of its
-    own in ``log_dir``, where the newest ``keep_logs`` stay, None for all. ``warning`` is what the
-    launcher says besides its first line, if anything.
+    own in ``log_dir``, where the newest ``keep_logs`` stay, None for all. ``shown`` says which
+    output is shown. ``warning`` is what the launcher says besides its first line, if anything.
+    ``preemption`` is where hosts find out that they will be preempted, see
+    `torchmn.run.preemption_notice`.
 
     >>> from torchmn.run.plan import RunOptions, plan_job
     >>> job, _ = plan_job(RunOptions(argv=("python", "train.py"), num_ranks=2), {})
@@ -59,7 +62,9 @@ class Job:
     secret: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
     grace_s: float = FAILURE_GRACE_S
     signal_grace_s: float | None = SIGNAL_GRACE_S
+    shown: ConsoleFilter = ConsoleFilter()
     warning: str = ""
+    preemption: str = ""
     keep_logs: int | None = None
 
     def __post_init__(self) -> None:
@@ -101,7 +106,7 @@ class Command:
 
 
 def worker_command(input_path: str = "") -> tuple[str, ...]:
-    """Return the command of a rank's agent. Rank 0's script reads the input at ``input_path``."""
+    """Return the command of a rank's agent. One rank's script reads the input at ``input_path``."""
     return (*python_module(WORKER_MODULE), *filter(None, [input_path]))
 
 
@@ -133,6 +138,24 @@ def python_command(target: str, args: Sequence[str] = (), *, is_module: bool = F
     if not os.access(script, os.R_OK):
         raise UsageError(f"The script {target!r} is not readable: change its permissions.")
     return [sys.executable, target, *args]
+
+
+def program_command(target: str, args: Sequence[str], *, is_module: bool) -> list[str]:
+    """Return the command that runs a program without Python (``--no-python``).
+
+    Raises UsageError: there is no such program, or it is asked for a module.
+
+    >>> program_command("sh", ["run.sh"], is_module=False)
+    ['sh', 'run.sh']
+    """
+    if is_module:
+        raise UsageError("-m runs a module with Python, and contradicts --no-python.")
+    if shutil.which(target) is None:
+        raise UsageError(
+            f"There is no program {target!r}: write its path, and make it executable; a script in "
+            "the current folder is ./NAME. Without --no-python, Python runs it."
+        )
+    return [target, *args]
 
 
 def _hint(target: str, args: Sequence[str]) -> str:

@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import CodeType
-from typing import Any, Literal, TextIO, TypeVar, overload
+from typing import Any, Literal, TextIO, TypeVar, get_args, overload
 
 from torchmn.base.errors import (
     LaunchError,
@@ -45,7 +45,8 @@ from torchmn.run.job import FAILURE_GRACE_S
 from torchmn.run.local_ranks import LocalRanks, start_local_ranks
 from torchmn.run.monitor.job_result import LOG_DIR
 
-_BACKENDS = ("auto", "gloo", "nccl")
+LocalBackend = Literal["auto", "gloo", "nccl"]
+_BACKENDS = get_args(LocalBackend)
 _END_LIMIT_S = FAILURE_GRACE_S + 5.0
 _KILL_LIMIT_S = 2.0
 _CALL, _RESULT, _ERROR = "function", "result", "error"
@@ -81,7 +82,7 @@ def launch_local(
     function: Callable[..., Result],
     num_ranks: int,
     *args: object,
-    backend: str = "auto",
+    backend: LocalBackend = "auto",
     log_dir: str | Path | None = None,
 ) -> Result: ...
 
@@ -91,7 +92,7 @@ def launch_local(
     function: Callable[..., Result],
     num_ranks: int,
     *args: object,
-    backend: str = "auto",
+    backend: LocalBackend = "auto",
     log_dir: str | Path | None = None,
     all_results: Literal[True],
 ) -> list[Result]: ...
@@ -101,7 +102,7 @@ def launch_local(
     function: Callable[..., Any],
     num_ranks: int,
     *args: object,
-    backend: str = "auto",
+    backend: LocalBackend = "auto",
     log_dir: str | Path | None = None,
     all_results: bool = False,
 ) -> Any:

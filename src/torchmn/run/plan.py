@@ -10,21 +10,27 @@ from torchmn.base.errors import TopologyError, UnknownNameError, UnsupportedErro
 from torchmn.cluster.allocation import Allocation, allocation, is_scheduled
 from torchmn.cluster.cpus import available_processors
 from torchmn.cluster.environment_variables import PROFILE_VARIABLE, RECORD_VARIABLE, parse_variable
+from torchmn.cluster.gpus import count_gpus
 from torchmn.cluster.hostlists import Host, parse_hostfile, parse_hosts, select_hosts
 from torchmn.cluster.launcher_env import LauncherInfo, read_launcher_env
 from torchmn.cluster.network import is_this_host
 from torchmn.cluster.operating_system import require_linux
 from torchmn.cluster.units import counted
+from torchmn.control.job_secret import given_secret
 from torchmn.control.rank_claim import claimed_by
 from torchmn.record.profile_request import ProfileRequest, is_record_off
 from torchmn.run.backend import BACKENDS, choose_backend, this_machine
+from torchmn.run.console import ConsoleFilter
 from torchmn.run.elastic.job import ElasticJob, parse_elastic
 from torchmn.run.elastic.rendezvous_state import Limits
 from torchmn.run.job import FAILURE_GRACE_S, SIGNAL_GRACE_S, THIS_HOST, Backend, Job, Launcher
 from torchmn.run.monitor.job_result import LOG_DIR
+from torchmn.run.preemption_notice import checked_source
 from torchmn.run.starters.mpirun import problem_between_hosts
 
 _THREADS = "OMP_NUM_THREADS="
+MEETING_PORT = 29500
+"""The port at which hosts join by default, as torchrun's."""
 LAUNCHERS = ("auto", "local", "mpirun", "torchrun", "srun", "ssh")
 
 
@@ -34,12 +40,14 @@ def _option(
     metavar: str | None = None,
     values: tuple[str, ...] = (),
     default: Any = None,
+    **more: object,
 ) -> Any:
     """Declare a dataclass field as an option of `torchmn run`.
 
-    ``text`` is the help text; without ``flags`` the option is named as the field.
+    ``text`` is the help text; without ``flags`` the option is named as the field. ``more`` is
+    described in `torchmn.cli.options`.
     """
-    metadata = {"help": text, "flags": flags, "metavar": metavar, "values": values}
+    metadata = {"help": text, "flags": flags, "metavar": metavar, "values": values, **more}
     return field(default=default, metadata=metadata)
 
 
@@ -57,12 +65,22 @@ class RunOptions:
     script: str = ""
     launcher_args: tuple[str, ...] = ()
     num_ranks: int | None = _option(
-        "Number of ranks (default: all slots of the hosts, or 1).", "-n"
+        "Number of ranks, or gpu, cpu or auto: one for each GPU or core of this host (default: all "
+        "slots of the hosts, else its GPUs, else 1).",
+        "-n",
+        metavar="N",
+        is_text=True,
     )
     hostfile: Path | None = _option("File with a line NAME slots=N for each host.")
     hosts: str | None = _option("Hosts and slots, such as a:4,b:2.")
     num_nodes: int | None = _option("Number of hosts.", "--nodes")
-    per_node: int | None = _option("Number of ranks on each host.")
+    per_node: int | None = _option(
+        "Number of ranks on each host, or gpu, cpu or auto.",
+        *("--per-node", "--nproc-per-node"),
+        metavar="N",
+        is_text=True,
+        variable="PET_NPROC_PER_NODE",
+    )
     launcher: str = _option(
         "Launcher: auto, local, mpirun, torchrun, srun or ssh; after it arguments for it, as in "
         "'mpirun --mca pml ^yalla'.",
@@ -80,7 +98,8 @@ class RunOptions:
     )
     log_dir: Path | None = _option(
         "Folder in which this run makes its own for rank0.log, rank0.exit.json, ... "
-        "(default: torchmn-logs)."
+        "(default: torchmn-logs).",
+        variable="PET_LOG_DIR",
     )
     keep_logs: int | None = _option(
         "Keep the folders of the newest N runs there, and remove older ones (default: all stay).",
@@ -89,7 +108,8 @@ class RunOptions:
     grace_s: float | None = _option(
         "Seconds between terminating a rank and killing it (default: 5 when the job fails, 30 "
         "after SIGTERM, in a scheduler's job as long as that gives).",
-        "--grace",
+        *("--grace", "--shutdown-timeout"),
+        variable="PET_SHUTDOWN_TIMEOUT",
     )
     profile: str | None = _option(
         "Profile these steps of all ranks, or all functions (cProfile). In NAME, of the files, %h, "
@@ -101,7 +121,22 @@ class RunOptions:
         "120).",
         metavar="MIN:MAX[:SECONDS]",
     )
-    max_restarts: int | None = _option("Elastic: maximum restarts after a failure (default: 3).")
+    max_restarts: int | None = _option(
+        "Maximum restarts of all ranks after a failure (default: 3 with --elastic, else 0).",
+        variable="PET_MAX_RESTARTS",
+    )
+    preemption: str = _option(
+        "How a host finds out that it will be preempted: aws, gcp or azure for the address of the "
+        "cloud, or a file that then appears.",
+        metavar="CLOUD|FILE",
+        default="",
+    )
+    # How hosts that are started one by one meet, see `torchmn.run.torchrun_options`.
+    master_addr: str | None = None
+    master_port: int | None = None
+    node_rank: int | None = None
+    has_fixed_hosts: bool = False  # their number is fixed: the job ends with any of them
+    shown: ConsoleFilter = ConsoleFilter()
 
     def environment(self, env: Mapping[str, str]) -> dict[str, str]:
         """Return ``env`` with the variables of ``-x`` and ``--profile``. Raises UsageError."""
@@ -126,6 +161,11 @@ class RunOptions:
         return (*self.exported, *own)
 
     @property
+    def log_folder(self) -> Path:
+        """The folder in which the run makes its own."""
+        return self.log_dir or LOG_DIR
+
+    @property
     def names_hosts(self) -> bool:
         """Whether the options name the hosts, which otherwise are those of a scheduler's job."""
         return self.hosts is not None or self.hostfile is not None
@@ -144,10 +184,12 @@ class RunOptions:
             launcher_args=self.launcher_args,
             exported=tuple(text.partition("=")[0] for text in self._all_exported),
             backend=backend,
-            log_dir=self.log_dir or LOG_DIR,
+            log_dir=self.log_folder,
+            preemption=checked_source(self.preemption),
             keep_logs=self.keep_logs,
             grace_s=FAILURE_GRACE_S if self.grace_s is None else self.grace_s,
             signal_grace_s=signal_grace_s if self.grace_s is None else self.grace_s,
+            shown=self.shown,
         )
 
 
@@ -165,6 +207,8 @@ def detect_existing_rank(options: RunOptions, env: Mapping[str, str]) -> Launche
     ... ).rank
     1
     """
+    if options.master_addr is not None:  # one command on each host, as a task of srun or in a pod
+        return None
     place = read_launcher_env(env)
     if place is None or place.known_size in (None, 1) or claimed_by(env) is not None:
         return None
@@ -192,10 +236,8 @@ def plan_job(options: RunOptions, env: Mapping[str, str]) -> tuple[Job, str]:
     require_linux("torchmn run")
     if options.launcher not in LAUNCHERS:
         raise UnknownNameError("launcher", options.launcher, LAUNCHERS)
-    if options.max_restarts is not None:
-        raise UsageError("--max-restarts requires --elastic MIN:MAX.")
     given = None if options.names_hosts else allocation(env)
-    hosts = assign_slots(options, given)
+    hosts = assign_slots(options, given, num_gpus=count_gpus(env))
     is_remote = not all(is_this_host(host.name) for host in hosts)
     has_srun = shutil.which("srun", path=env.get("PATH")) is not None
     is_slurm = given is not None and given.scheduler == "Slurm" and is_remote and has_srun
@@ -228,6 +270,18 @@ def _warning(num_ranks: int, num_cores: int) -> str:
     )
 
 
+def as_elastic(options: RunOptions, env: Mapping[str, str]) -> RunOptions:
+    """Return options with ``elastic``, for all their hosts, if they ask for restarts only.
+
+    >>> as_elastic(RunOptions(argv=("python", "train.py"), num_ranks=2, max_restarts=3), {}).elastic
+    '1:1'
+    """
+    if options.elastic is not None or not options.max_restarts:
+        return options
+    hosts = assign_slots(options, None if options.names_hosts else allocation(env))
+    return replace(options, elastic=f"{len(hosts)}:{len(hosts)}")
+
+
 def plan_elastic(options: RunOptions, env: Mapping[str, str]) -> tuple[ElasticJob, str]:
     """Plan a job with ``--elastic``, which survives the loss of hosts, as `plan_job` does.
 
@@ -256,14 +310,16 @@ def plan_elastic(options: RunOptions, env: Mapping[str, str]) -> tuple[ElasticJo
         raise UnsupportedError(
             "Arguments of --launcher have no effect with --elastic: leave them out."
         )
-    given = None if options.names_hosts else allocation(env)
-    hosts = assign_slots(options, given)
-    if max_hosts > len(hosts):
+    starts_all = options.master_addr is None
+    given = allocation(env) if starts_all and not options.names_hosts else None
+    hosts = assign_slots(options, given, num_gpus=count_gpus(env))
+    if max_hosts > len(hosts) and starts_all:
         has_list = given is not None or options.names_hosts
         largest = f"--elastic {min(min_hosts, len(hosts))}:{len(hosts)}"
         cure = f"Use {largest}, or name more hosts."
         if not has_list:
             cure = f"Name them with --hosts or --hostfile; without a list there is only {largest}."
+        cure += " Or let others join: give --master-addr, an address of this host that they reach."
         raise UsageError(
             f"--elastic {options.elastic} asks for up to {max_hosts} hosts, but there are "
             f"{len(hosts)}. {cure}"
@@ -274,15 +330,39 @@ def plan_elastic(options: RunOptions, env: Mapping[str, str]) -> tuple[ElasticJo
         grace_s=FAILURE_GRACE_S if options.grace_s is None else options.grace_s,
         max_restarts=3 if options.max_restarts is None else options.max_restarts,
         join_timeout_s=join_timeout_s,
+        is_fixed=options.has_fixed_hosts,
     )
     is_remote = not all(is_this_host(host.name) for host in hosts)
     backend, reasons = _backend(options, "ssh", env, hosts, given, is_remote=is_remote)
     job = options.job(hosts, "ssh" if is_remote else "local", backend, env)
-    return ElasticJob(job=job, limits=limits), reasons
+    if starts_all:
+        return ElasticJob(job=job, limits=limits), reasons
+    secret = given_secret(env, "--master-addr")
+    return (
+        ElasticJob(
+            job=replace(job, secret=secret),
+            limits=limits,
+            meeting=meeting_place(options),
+            node_rank=options.node_rank or 0,
+        ),
+        reasons,
+    )
 
 
-def assign_slots(options: RunOptions, given: Allocation | None) -> tuple[Host, ...]:
+def meeting_place(options: RunOptions) -> tuple[str, int]:
+    """Return address and port at which hosts join. Raises UsageError: there can be no such port."""
+    port = MEETING_PORT if options.master_port is None else options.master_port
+    if not 0 < port < 1 << 16:
+        raise UsageError(f"--master-port must be from 1 to 65535, got {port}.")
+    return options.master_addr or "", port
+
+
+def assign_slots(
+    options: RunOptions, given: Allocation | None, *, num_gpus: int = 0
+) -> tuple[Host, ...]:
     """Return the hosts with the number of ranks on each; this host if none are given.
+
+    This host, which has ``num_gpus``, gets a rank for each GPU, or one, if no number is given.
 
     Raises UsageError: the options contradict each other, or the host file cannot be read.
     """
@@ -310,14 +390,15 @@ def assign_slots(options: RunOptions, given: Allocation | None) -> tuple[Host, .
         return select_hosts(given.hosts_for(options.num_threads), **wanted)
     if (options.num_nodes or 1) > 1:
         raise UsageError(
-            f"--nodes {options.num_nodes} needs a list of hosts: use --hostfile or --hosts, or "
-            "start it in a job of PBS, Slurm or Grid Engine."
+            f"--nodes {options.num_nodes} needs a list of hosts: use --hostfile or --hosts, start "
+            "it in a job of PBS, Slurm or Grid Engine, or start it on each host with --nnodes "
+            f"{options.num_nodes} --node-rank K --master-addr ADDRESS."
         )
     if None not in (options.num_ranks, options.per_node) and options.num_ranks != options.per_node:
         raise UsageError(
             f"-n {options.num_ranks} contradicts --per-node {options.per_node} on one host."
         )
-    slots = max(1, options.num_ranks or options.per_node or 1)
+    slots = max(1, options.num_ranks or options.per_node or num_gpus or 1)
     return select_hosts([Host(name=THIS_HOST, slots=slots)], **wanted)
 
 

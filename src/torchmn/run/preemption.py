@@ -1,6 +1,7 @@
 """Save and exit before the scheduler ends the job, at the same step on all ranks.
 
-Ranks learn of the end at different times: a signal reaches only some of them, and clocks differ. So
+Ranks learn of the end at different times: a signal, or the notice that a cloud gives the host of a
+rank (`torchmn.run.preemption_notice`), reaches only some of them, and clocks differ. So
 about once a second all ranks synchronize, and exit if any of them must. They also agree on the step
 of the next synchronization, since a rank does not know how long a step takes on the others. Signal
 handlers only set a flag and save nothing.
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 
+from torchmn.base import events
 from torchmn.base.errors import SAVED_STATUS, CheckpointWarning, UsageError
 from torchmn.base.warn import warn
 from torchmn.cluster.walltime import job_end
@@ -95,6 +97,9 @@ class Preemption:
             return False
         if self._leave_at is not None and time.time() >= self._leave_at and not self.reason:
             self.reason = "the time limit of the job is near"
+        notices = [each.notice for each in events.observers if each.notice]
+        if notices and not self.reason:
+            self.reason = f"this host will be preempted: {notices[0]}"
         now = time.monotonic()
         step_s = (now - self._synced_at_s) / (self._num_steps - self._synced_at_step)
         steps = min(_MAX_STEPS, max(1, int(self._period_s / max(step_s, 1e-9))))

@@ -131,10 +131,11 @@ _DROPPED_NAMES = frozenset(
     for names in astuple(row)[2:]  # after the launcher and its kind
     for name in names
 )
-# Variables with these names and prefixes make a process believe that it is itself a rank.
+# Variables with these names and prefixes make a process believe that it is itself a rank, or a job
+# that a rank starts that it is to have the hosts of this one (PET_, of torchrun's options).
 _DROPPED_PREFIXES = (
     *("OMPI_ARGV", "OMPI_COMM", "OMPI_FILE", "OMPI_NUM", "OMPI_TOOL", "OMPI_UNIVERSE"),
-    *("OMPI_VERSION", "OMPI_WORLD", "PMIX_", "PRTE_", "PMI_", "HYDI_", "TORCHELASTIC_"),
+    *("OMPI_VERSION", "OMPI_WORLD", "PMIX_", "PRTE_", "PMI_", "HYDI_", "TORCHELASTIC_", "PET_"),
 )
 # What a job that a rank starts must not inherit from the rank's.
 _OF_OUTER_JOB = frozenset(

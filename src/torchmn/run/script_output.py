@@ -63,7 +63,10 @@ class ScriptOutput:
     _splitters: dict[Stream, LineSplitter] = field(default_factory=dict)
     _waiting: deque[_Part] = field(default_factory=deque)
     _num_unshown: int = 0
+    _refreshed: str = ""
     _refreshed_at: float = 0.0
+    refresh_at: float | None = None  # when a line that was begun is to be shown
+    _num_prompted: int = -1
     _shown_at: float = 0.0
 
     def open_log(self) -> None:
@@ -102,7 +105,24 @@ class ScriptOutput:
             if not part.num_bytes:
                 self._waiting.popleft()
             self._post(part.stream, self._splitters[part.stream].feed(chunk))
-        self._refresh()
+        self.refresh()
+
+    def on_prompt(self, begins: bool) -> None:
+        """Show the line that the script has begun, since it waits for an answer to it.
+
+        Once it was answered the line is complete: the terminal has shown the answer.
+        """
+        splitter = self._splitters["out"]
+        if begins:
+            for pipe in self._pipes.copy():
+                self._reader(pipe)()
+            if not self.wants_refreshes:
+                self._post("out", splitter.finish())
+            self.refresh(is_urgent=True)
+            self._num_prompted = splitter.num_fed
+        elif splitter.num_fed == self._num_prompted:
+            splitter.finish()
+            self._refreshed = ""
 
     def write_to_log(self, text: str) -> None:
         """Append text to the log after all that the script has printed, without sending it.
@@ -214,25 +234,42 @@ class ScriptOutput:
 
     def _post(self, stream: Stream, lines: list[str]) -> None:
         if lines:
+            self._refreshed = ""  # the lines take its place
             num_bytes = sum(len(line) + 1 for line in lines)
             self._num_unshown += num_bytes
             self.channel.post(Output(stream=stream, lines=lines, num_bytes=num_bytes))
 
-    def _refresh(self) -> None:
-        """Send the state of a progress bar, unless other output waits or is not shown yet."""
-        if not self.wants_refreshes or self._waiting or self._num_unshown:
+    def refresh(self, *, is_urgent: bool = False) -> None:
+        """Send the line that was begun, unless other output waits or is not shown yet.
+
+        A progress bar is sent once in a while, another line if it is not completed soon.
+        """
+        self.refresh_at = None
+        if not self.wants_refreshes or self._waiting or (self._num_unshown and not is_urgent):
             return
-        text = next((s.unfinished for s in self._splitters.values() if s.unfinished), "")
+        begun = next((s for s in self._splitters.values() if s.unfinished), None)
+        text = begun.unfinished if begun else ""
         now = time.monotonic()
-        if text and now - self._refreshed_at > _REFRESH_PERIOD_S:
-            self._refreshed_at = now
-            self._num_unshown += len(text)
-            self.channel.post(Refresh(text=text))
+        if begun is None or text == self._refreshed:
+            return
+        before = self._refreshed_at if begun.is_bar else begun.fed_at
+        if now - before < _REFRESH_PERIOD_S and not is_urgent:
+            self.refresh_at = before + _REFRESH_PERIOD_S
+            return
+        self._refreshed, self._refreshed_at = text, now
+        self._num_unshown += len(text)
+        self.channel.post(Refresh(text=text))
 
 
 # Escape sequences that move the cursor or erase: with several ranks they would overwrite lines of
 # others. Colours are kept.
 _MOVES = re.compile(r"\x1b\[[0-9;?]*[A-HJKSTfhlsu]|\x1b[78]")
+
+# The live displays of rich, such as several progress bars, hide the cursor while they last. They
+# are drawn again in place, after sequences that erase the line of the cursor and those above it.
+_HIDE, _SHOW = b"\x1b[?25l", b"\x1b[?25h"
+_REDRAW = re.compile(rb"\r\x1b\[2K((?:\x1b\[1A\x1b\[2K)*)")
+_MAX_REDRAW_BYTES = 8  # of one sequence, which may be cut at the end of a chunk
 
 _MAX_LINE_BYTES = 1 << 16
 _MAX_HISTORY_BYTES = 1 << 12
@@ -242,15 +279,39 @@ class LineSplitter:
     """Splits chunks of output into lines.
 
     A progress bar rewrites its line after carriage returns: only the last state of a finished line
-    is kept, and `unfinished` is the state of the line that is being written.
+    is kept, and `unfinished` is the state of the line that is being written. Lines of a live
+    display are complete once it is not drawn again. `num_fed` is the number of chunks so far,
+    and `fed_at` when the last one came.
     """
 
     def __init__(self) -> None:
         self._rest = b""
+        self._num_redrawn = 0  # lines above that of the cursor in the live display
+        self.num_fed, self.fed_at = 0, 0.0
 
     def feed(self, chunk: bytes) -> list[str]:
         """Add a chunk; return the lines that it completes, without line ends."""
-        *whole, self._rest = (self._rest + chunk).split(b"\n")
+        self.num_fed, self.fed_at = self.num_fed + 1, time.monotonic()
+        data, whole = self._rest + chunk, list[bytes]()
+        while _HIDE in data:
+            before, _, live = data.partition(_HIDE)
+            *lines, begun = before.split(b"\n")
+            whole += lines
+            live, is_cut = self._redrawn(begun + live, whole)
+            if _SHOW not in live:
+                # As many lines as were drawn again so far may be drawn again: there are no more
+                # of them, and other programs hide the cursor, too.
+                num_kept = self._num_redrawn + 1
+                lines = live.split(b"\n")
+                if not is_cut or len(live) > _MAX_LINE_BYTES:
+                    whole += lines[:-num_kept]
+                    live = b"\n".join(lines[-num_kept:])
+                self._rest = _HIDE + live
+                break
+            data, self._num_redrawn = live.replace(_SHOW, b"", 1), 0
+        else:
+            *lines, self._rest = data.split(b"\n")
+            whole += lines
         if len(self._rest) > _MAX_HISTORY_BYTES:
             last = self._rest.rstrip(b"\r").rfind(b"\r")
             self._rest = self._rest[max(0, last) :]
@@ -259,15 +320,35 @@ class LineSplitter:
             self._rest = b""
         return [_last_state(line) for line in whole]
 
+    def _redrawn(self, live: bytes, whole: list[bytes]) -> tuple[bytes, bool]:
+        """Add lines of a live display that were not drawn again to ``whole``.
+
+        Returns what it shows now, and whether that ends with a sequence that may be incomplete.
+        """
+        start = 0
+        for found in _REDRAW.finditer(live):
+            if len(live) - found.end() <= _MAX_REDRAW_BYTES:
+                return live[start:], True
+            num_above = found[1].count(b"A")
+            whole += live[start : found.start()].split(b"\n")[: -1 - num_above]
+            self._num_redrawn = max(self._num_redrawn, num_above)
+            start = found.end()
+        return live[start:], False
+
     @property
     def unfinished(self) -> str:
-        """Current state of the unfinished line if it is a progress bar, else empty."""
-        return _last_state(self._rest) if b"\r" in self._rest else ""
+        """Current state of the unfinished line; may be empty."""
+        return _last_state(self._rest.rpartition(b"\n")[2])
+
+    @property
+    def is_bar(self) -> bool:
+        """Whether the unfinished line is written again and again."""
+        return b"\r" in self._rest or _HIDE in self._rest
 
     def finish(self) -> list[str]:
         """Return the unfinished line, if any, at the end of the stream."""
-        rest, self._rest = self._rest, b""
-        return [_last_state(rest)] if rest else []
+        rest, self._rest = self._rest.replace(_HIDE, b""), b""
+        return [_last_state(line) for line in rest.split(b"\n")] if rest else []
 
 
 def _last_state(line: bytes) -> str:

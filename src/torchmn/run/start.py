@@ -33,7 +33,7 @@ from torchmn.run.job import Command, Job
 from torchmn.run.monitor.job_result import JOB_FILE, LATEST, run_name
 from torchmn.run.old_logs import remove_old
 from torchmn.run.rank_environment import worker_environment
-from torchmn.run.script_input import input_path
+from torchmn.run.script_input import input_path, terminal_variables
 from torchmn.run.starters import local, mpirun, remote, srun, torchrun
 from torchmn.run.supervisor import Supervisor
 
@@ -75,6 +75,7 @@ def run_job(job: Job, env: Mapping[str, str], *, why: str = "") -> int:
         if job.launcher == "mpirun":
             base |= stack.enter_context(open_mpi_session(env))
         commands = commands_of(job, base, route=route, facts=facts)
+        variables = terminal_variables(job, env)
         job = make_log_folder(job)
         reason = f" ({why})" if why else ""
         ranks = counted(job.num_ranks, "rank")
@@ -84,7 +85,7 @@ def run_job(job: Job, env: Mapping[str, str], *, why: str = "") -> int:
         if job.warning:
             _log.warning("%s", job.warning)
         output.start()
-        status = Supervisor(job, output, authenticated).run(commands)
+        status = Supervisor(job, output, authenticated, variables).run(commands)
     _say_profile(job, env)
     return status
 
@@ -126,18 +127,30 @@ def run_elastic_job(elastic: ElasticJob, env: Mapping[str, str], *, why: str = "
     base = worker_environment(elastic.job, env)
     elastic = replace(elastic, job=make_log_folder(elastic.job))
     output, limits = RankOutput(*open_standard_streams()), elastic.limits
+    num_hosts = f"{limits.min_hosts} to {limits.max_hosts}"
+    if limits.min_hosts == limits.max_hosts:
+        num_hosts = str(limits.max_hosts)
+    of_hosts = "" if elastic.meeting else f" of {len(job.hosts)}"
     _log.info(
-        "%d to %d of %s with %s%s on %s, logs in %s",
-        limits.min_hosts,
-        limits.max_hosts,
-        counted(len(elastic.job.hosts), "host"),
-        elastic.job.backend,
+        "%s%s %s with %s%s on %s, logs in %s",
+        num_hosts,
+        of_hosts,
+        "host" if num_hosts == "1" else "hosts",
+        job.backend,
         f" ({why})" if why else "",
-        ", ".join(map(str, elastic.job.hosts)),
+        ", ".join(map(str, job.hosts)),
         elastic.job.log_dir,
     )
+    address = elastic.meeting[0] if elastic.meeting else _address_for(elastic.job)
+    if elastic.meeting:
+        place = ":".join(map(str, elastic.meeting))
+        if limits.is_fixed:
+            limit_s = limits.join_timeout_s
+            _log.info("waiting at %s for the other hosts, for up to %g s", place, limit_s)
+        else:
+            _log.info("hosts that know the secret may join at %s", place)
     output.start()
-    status = ElasticLauncher(elastic, output, _address_for(elastic.job), base).run()
+    status = ElasticLauncher(elastic, output, address, base).run()
     _say_profile(elastic.job, env)
     return status
 
@@ -165,8 +178,9 @@ def dry_run_elastic(elastic: ElasticJob, env: Mapping[str, str]) -> str:
     True
     """
     base = worker_environment(elastic.job, env)
-    addresses = {"rendezvous": "HOST:PORT", "supervisor": "HOST:PORT"}
-    commands = [host_process(elastic, base, host.name, **addresses) for host in elastic.job.hosts]
+    commands = [
+        host_process(elastic, base, host.name, rendezvous="HOST:PORT") for host in elastic.job.hosts
+    ]
     return _shown(elastic.job, env, commands)
 
 
@@ -222,11 +236,11 @@ def commands_of(
     ``route`` leads from this host to the others; ``facts`` has the facts of each host by name.
     """
     first = (facts or {}).get(job.hosts[0].name)
-    path_of_input = "" if job.has_other_hosts else input_path()
+    path_of_input = input_path(job, env)
     if job.launcher == "local":
         return local.commands(job, env, input_path=path_of_input)
     if job.launcher == "ssh":
-        return remote.commands(job, env)
+        return remote.commands(job, env, input_path=path_of_input)
     if job.launcher == "srun":
         return [srun.command(job, env)]
     if job.launcher == "torchrun":

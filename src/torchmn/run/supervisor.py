@@ -3,7 +3,7 @@
 import math
 import selectors
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,16 +29,24 @@ _START_LIMIT_S = 60.0  # a rank whose agent does not connect within this time ha
 class Supervisor:
     """Starts commands whose agents connect to it, shows their output and ends them together.
 
+    ``variables`` are set for all scripts, unless the environment of the job has them.
     Its `ProcessOwner` replaces signal handlers and reaps all children, so the process should do
     nothing else.
     """
 
-    def __init__(self, job: Job, output: RankOutput, listener: AuthenticatedListener) -> None:
+    def __init__(
+        self,
+        job: Job,
+        output: RankOutput,
+        listener: AuthenticatedListener,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         self._job = job
         self._output = output
         self._owner = ProcessOwner(output)
         self._session = AgentSession(listener, job.num_ranks, job, job.log_dir, output)
-        self._session.inspections = Inspections.of(job.log_dir, output.say)
+        self._session.variables = variables or {}
+        self._session.inspections = Inspections.of(job.log_dir)
         self._processes: dict[int, Command] = {}
         self._start_by = self._session.clock.now + _START_LIMIT_S
         self._kill_at = math.inf
@@ -110,7 +118,8 @@ class Supervisor:
         """End the job if it must end, disconnect ended ranks, and kill what exceeds its time."""
         session = self._session
         now = session.clock.tick()
-        for signum in self._owner.take_signals_to_forward():
+        awaits_input = session.awaits_input
+        for signum in self._owner.take_signals_to_forward(awaits_input=awaits_input):
             session.forward_signal(signum)
         self._check_launchers(now)
         for text in session.take_problems():

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 
 from torchmn.base.torch_private import HashStore
 from torchmn.cluster import Topology
-from torchmn.comm import Communicator, Timeout, create_communicator
+from torchmn.comm import Communicator, RouteName, Timeout, create_communicator
+from torchmn.comm.create import GradDtype
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.control.script import is_consequence
 
@@ -23,11 +24,11 @@ def run_ranks(
     function: Callable[[Communicator], Result],
     world_size: int,
     *,
-    name: str = "flat",
+    name: RouteName | Literal["auto"] = "flat",
     topology: Topology | None = None,
     timeout_s: float = 20,
     is_trusted: bool = True,
-    allreduce_grad_dtype: str | None = None,
+    allreduce_grad_dtype: GradDtype | None = None,
 ) -> list[Result]:
     """Call ``function(comm)`` on every rank, one thread each; results in rank order.
 

@@ -193,7 +193,8 @@ class MultiprocessParallelUpdater(StandardUpdater):
         random_states = dict(self._random_states)
         if self._replica is not None:
             self._replica.control.bcast_obj("state", MAIN)
-            gathered = self._replica.control.gather_obj(None, MAIN) or []
+            own: Any = None
+            gathered = self._replica.control.gather_obj(own, MAIN) or []
             for rank in range(1, len(gathered)):
                 states[rank], random_states[rank] = gathered[rank]
         return {"iteration": self.iteration, "sources": states, "random_states": random_states}

@@ -15,6 +15,7 @@ from peft import (
     get_peft_model_state_dict,
     set_peft_model_state_dict,
 )
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
@@ -116,7 +117,9 @@ def flat(named: dict[str, Tensor]) -> Tensor:
 
 
 def fit(make: Make = sgd, model: nn.Module | None = None, **options: Any) -> dict[str, Tensor]:
-    return Loop(model or adapted(), make, **options).run(range(NUM_STEPS)).finish()
+    return (
+        Loop(adapted() if model is None else model, make, **options).run(range(NUM_STEPS)).finish()
+    )
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: float = 0.0) -> None:
@@ -361,10 +364,8 @@ def resumed_from_adapters() -> None:
             saver.close()
         assert texts == []
         same(found, whole)
-        if comm.rank == 0:
-            sizes = [path.stat().st_size for path in folder.rglob("*.safetensors")]
-            assert sizes
-        comm.barrier()
+        for path in folder.rglob("*.safetensors"):
+            assert not any("wte" in key or "base_layer" in key for key in load_file(path))
 
 
 # ---- the Trainer ----
@@ -430,7 +431,6 @@ def a_trainer_resumes() -> None:
     second.train(resume_from_checkpoint=str(checkpoint))
     assert second.state.global_step == 8
     same(values(second.model), values(whole.model))
-    assert second.evaluate()["eval_loss"] < whole.state.log_history[0].get("loss", 10.0)
 
 
 CHECKS: list[Callable[[], None]] = [

@@ -69,3 +69,17 @@ def test_a_fault_of_one_rank_is_named(tmp_path: Path, fault: str) -> None:
         report = " ".join(last)
         assert "rank 1 did not reach" in report, done.stderr
         assert "faulty_script.py" in report, done.stderr
+
+
+def test_adapters_in_a_trainer(tmp_path: Path) -> None:
+    """Blocks in 8 bits lower the loss, and what is saved is the adapters alone."""
+    need("transformers", "peft")
+    found = []
+    for steps in ("1", "60"):
+        out = tmp_path / steps
+        words = ("--codec", "int8", "--steps", steps, "--out", out)
+        text = start(EXAMPLES / "train_lora.py", *words, by=TORCHMN_RUN, cwd=tmp_path)
+        found += [float(loss) for loss in re.findall(r"validation loss ([0-9.]+)", text)]
+        assert [path.name for path in out.glob("*.safetensors")] == ["adapter_model.safetensors"]
+    assert len(found) == 2
+    assert found[1] < found[0] - 0.5, found

@@ -42,7 +42,7 @@ def test_all_parts_on_two_ranks() -> None:
         "resnet50: speed, every_step / ddp",
         "mlp, compiled: speed, every_step_view / ddp_view",
     ):
-        found = [bar for bar in bars if bar.replace("+feedback", "") == name]
+        found = [bar for bar in bars if bar.replace("+residual", "") == name]
         assert found, f"{name}: {[*bars]}"
         assert bars[found[0]]["value"] is not None
     peak = bars["wide_mlp: peak memory, every_step / ddp, both with views"]["value"]

@@ -182,6 +182,7 @@ def test_on_cpus_in_processes(function: str) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.parametrize("function", SHARDED)
 def test_sharded_models_on_cpus(function: str) -> None:
     run_work(function, "gloo", size=4)

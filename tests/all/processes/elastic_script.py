@@ -1,7 +1,7 @@
-"""A small real training that logs which samples every step used: FOLDER PAUSE SAVE.
+"""A small real training that logs which samples every step used: FOLDER PAUSE SAVE [saves].
 
-SAVE is a period in steps, 0 for never. It ends with the epoch in which a file ``enough``
-appears in the folder.
+SAVE is a period in steps, 0 for never; with ``saves`` it saves and exits when it is preempted. It
+ends with the epoch in which a file ``enough`` appears in the folder.
 """
 
 import json
@@ -33,6 +33,14 @@ def main() -> None:
     state = {"model": model, "optimizer": optimizer, "sampler": sampler}
     checkpointer = torchmn.create_multi_node_checkpointer(comm, folder, "checkpoints")
     step = checkpointer.resume(state)
+    preemption = None
+
+    def save_now() -> None:
+        checkpointer.save(step, state)
+        checkpointer.finish()
+
+    if "saves" in sys.argv:
+        preemption = torchmn.Preemption(comm, save_now, period_s=0.1)
     number = int(os.environ.get("TORCHMN_ROUND", "0"))
     print(f"rank {comm.rank} of {comm.size} begins at step {step} in round {number}")
     with (folder / f"steps-{number}-{comm.rank}").open("a") as log:
@@ -51,6 +59,8 @@ def main() -> None:
                     checkpointer.save(step, state)
                 if comm.rank == 0:
                     print(f"step {step}")
+                if preemption is not None:
+                    preemption.step_ended()
     checkpointer.finish()
     if comm.rank == 0:
         torch.save(model.state_dict(), folder / "final.pt")

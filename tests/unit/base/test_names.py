@@ -1,30 +1,32 @@
-"""The tables of names have the names of the classes, and need no torch."""
+"""The types of names are the names that are registered."""
 
-import subprocess
-import sys
+from __future__ import annotations
 
-from tests.limits import limit
-from torchmn.base.names import CODEC_TRAITS, ROUTE_TRAITS, SCHEDULE_TRAITS
-from torchmn.comm.codecs import CODECS, create_codec
+from typing import Any, get_args
+
+import pytest
+
+from torchmn.base import names
+from torchmn.comm.codecs import CODECS
 from torchmn.comm.create import ROUTES
+from torchmn.comm.transports.join import TRANSPORTS, TransportName
 from torchmn.exchange.optimizer.create import SCHEDULES
+from torchmn.run.backend import BACKENDS
+from torchmn.run.launch_local import LocalBackend
+
+REGISTRIES: dict[str, tuple[Any, Any, Any]] = {
+    "routes": (names.RouteName, ROUTES, names.ROUTE_TRAITS),
+    "codecs": (names.CodecName, CODECS, names.CODEC_TRAITS),
+    "schedules": (names.ScheduleName, SCHEDULES, names.SCHEDULE_TRAITS),
+}
 
 
-def test_the_registries_have_the_same_names() -> None:
-    assert list(ROUTES) == list(ROUTE_TRAITS)
-    assert list(CODECS) == list(CODEC_TRAITS)
-    assert list(SCHEDULES) == list(SCHEDULE_TRAITS)
+@pytest.mark.parametrize("kind", REGISTRIES)
+def test_type_is_registry(kind: str) -> None:
+    name, registry, traits = REGISTRIES[kind]
+    assert [*get_args(name)] == [*registry] == [*traits]
 
 
-def test_traits_are_those_of_the_classes() -> None:
-    for name, traits in CODEC_TRAITS.items():
-        assert traits.is_lossy == (create_codec(name) is not None)
-    for name, kind in SCHEDULE_TRAITS.items():
-        assert (kind.model == "blocks") == (
-            SCHEDULES[name]().traits.has_own_steps and name != "parameter_server"
-        )
-
-
-def test_they_need_no_torch() -> None:
-    script = "import sys, torchmn.base.names\nassert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=limit(20))
+def test_types_of_transports_and_backends() -> None:
+    assert get_args(TransportName) == TRANSPORTS
+    assert {*get_args(LocalBackend)} == {*BACKENDS} - {"mpi"}

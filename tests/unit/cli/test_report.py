@@ -106,8 +106,8 @@ def test_metrics_file(runs: Sequence[Path], tmp_path: Path) -> None:
     assert [sample.value for sample in families["torchmn_steps"].samples] == [60.0] * 4
     assert all(each.documentation for each in families.values())
     if promtool := shutil.which("promtool"):
-        checked_by = [promtool, "check", "metrics"]
-        done = subprocess.run(checked_by, stdin=file.open(), capture_output=True, text=True)
+        command, text = [promtool, "check", "metrics"], file.read_text()
+        done = subprocess.run(command, input=text, capture_output=True, text=True)
         assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 

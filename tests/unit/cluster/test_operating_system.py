@@ -6,7 +6,8 @@ None of them is here: the name of the system is another one, and what only Linux
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -58,10 +59,17 @@ print(comm.sum_over_ranks(2.0), comm.reason)
 """
 
 
+@contextmanager
+def named(platform: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Within, the operating system has another name."""
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "platform", platform)
+        yield
+
+
 def test_the_import_on_windows_says_what_to_use(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torchmn.__file__
-    with monkeypatch.context() as patch, pytest.raises(ImportError, match="Use WSL 2"):
-        patch.setattr(sys, "platform", "win32")
+    with named("win32", monkeypatch), pytest.raises(ImportError, match="Use WSL 2"):
         runpy.run_path(torchmn.__file__)
 
 
@@ -70,8 +78,7 @@ def test_ranks_on_another_system_are_refused(name: str, monkeypatch: pytest.Monk
     for variable, text in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
         if name == "torchrun":
             monkeypatch.setenv(variable, text)
-    with monkeypatch.context() as patch, pytest.raises(UnsupportedError) as found:
-        patch.setattr(sys, "platform", "darwin")
+    with named("darwin", monkeypatch), pytest.raises(UnsupportedError) as found:
         STARTS[name]()
     assert "needs Linux and this is darwin" in str(found.value)
 

@@ -448,8 +448,14 @@ class Broken(Sampler[int]):
     ("make", "text"),
     [
         (lambda comm: data(), "a TensorDataset. It needs a torch.utils.data.DataLoader"),
-        (lambda comm: DataLoader(Stream(), 4), "samples have no indices to divide"),
-        (lambda comm: DataLoader(data(), batch_size=None), "has no batches to divide"),
+        (
+            lambda comm: DataLoader(Stream(), 4),
+            "a DataLoader of a Stream, a stream, which has no batches of indices",
+        ),
+        (
+            lambda comm: DataLoader(data(), batch_size=None),
+            "a TensorDataset with batch_size=None, a stream",
+        ),
         (
             lambda comm: DataLoader(data(), 4, sampler=DistributedSampler(data(), 2, 0)),
             "DistributedSampler gives each rank its part already",

@@ -123,7 +123,14 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..
             members = [RoundMember(host=f"n{i}", slots=1) for i in range(2)]
             found = Round(number=1, members=members, num_restarts=0, reason="")
             saved: list[object] = []
-            session = RoundSession(found, job, listener, output, on_checkpoint=saved.append)
+            session = RoundSession(
+                found,
+                job,
+                listener,
+                output,
+                on_checkpoint=saved.append,
+                on_notice=lambda host, text: saved.append((host, text)),
+            )
         made.append(Agents(session, err))
         return made[-1]
 

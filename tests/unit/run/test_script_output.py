@@ -1,7 +1,10 @@
 """What waits when the supervisor does not show it."""
 
 import contextlib
+import io
+import itertools
 import os
+import re
 import selectors
 import socket
 from pathlib import Path
@@ -9,6 +12,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
+from rich.progress import Progress
 
 from torchmn.control.connection import Channel
 from torchmn.control.messages import Output
@@ -114,7 +119,7 @@ def test_lines(stream: bytes, lines: list[str]) -> None:
 def test_unfinished_bar() -> None:
     splitter = LineSplitter()
     splitter.feed(b"text\nhalf a line")
-    assert splitter.unfinished == ""
+    assert splitter.unfinished == "half a line"
     splitter.feed(b"\n\r10 %\r20 %")
     assert splitter.unfinished == "20 %"
     assert splitter.feed(b"\n") == ["20 %"]
@@ -133,6 +138,44 @@ def test_endless_line_does_not_fill_the_memory() -> None:
     full = LineSplitter()
     full.feed(b"\r1" * 5000 + b"\r2\r")
     assert full.feed(b"\n") == ["2"]
+
+
+@given(st.integers(1, 3), st.lists(st.integers(1, 400), min_size=1, max_size=5))
+def test_live_displays_are_shown_as_lines_at_their_end(num_bars: int, sizes: list[int]) -> None:
+    """Progress bars of rich are drawn again in place, together with lines above them."""
+    written = io.StringIO()
+    console = Console(file=written, force_terminal=True, width=60, legacy_windows=False)
+    console.print("first")
+    with Progress("{task.description} {task.completed}", console=console, auto_refresh=False) as p:
+        tasks = [p.add_task(f"bar{i}", total=9) for i in range(num_bars)]
+        for step in range(3):
+            for task in tasks:
+                p.advance(task)
+            p.refresh()
+            console.print("line", step)
+    console.print("last")
+    data, splitter, lines, at = written.getvalue().encode(), LineSplitter(), list[str](), 0
+    for size in itertools.cycle(sizes):
+        lines += splitter.feed(data[at : at + size])
+        at += size
+        if at >= len(data):
+            break
+    assert splitter.finish() == []
+    plain = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip() for line in lines]
+    drawn_first = [line for line in plain if re.fullmatch("bar. 0", line)]
+    assert len(drawn_first) <= num_bars
+    bars = [f"bar{i} 3" for i in range(num_bars)]
+    rest = [line for line in plain if line not in drawn_first]
+    assert rest == ["first", "line 0", "line 1", "line 2", *bars, "last"]
+
+
+def test_a_live_display_is_one_unfinished_line() -> None:
+    splitter = LineSplitter()
+    assert splitter.feed(b"\x1b[?25lone\ntwo") == ["one"]  # it may be no display
+    assert splitter.unfinished == "two"
+    assert splitter.feed(b"\r\x1b[2K\x1b[1A\x1b[2Kone again, longer\ntwo again") == []
+    assert splitter.unfinished == "two again"
+    assert splitter.feed(b"\n\x1b[?25h") == ["one again, longer", "two again"]
 
 
 @pytest.mark.parametrize("has_log", [True, False])

@@ -3,12 +3,13 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchmn.base.errors import ResultWarning, UnsupportedError, UsageError
+from torchmn.base.names import CodecName, RouteName
 from torchmn.base.warn import warn
 from torchmn.cluster.launcher_env import read_launcher_env
 from torchmn.cntk.learner import Learner, LearnerSet
@@ -17,7 +18,14 @@ from torchmn.comm import create_communicator
 from torchmn.exchange.optimizer import MultiNodeOptimizer, create_multi_node_optimizer
 from torchmn.exchange.schedules import BlockMomentum, EveryStep, Schedule, Warmup
 
-_CODEC_OF_BITS = {32: "float32", 16: "float16", 8: "int8", 4: "int4", 2: "int2", 1: "1bit"}
+_CODEC_OF_BITS: dict[int, CodecName] = {
+    32: "float32",
+    16: "float16",
+    8: "int8",
+    4: "int4",
+    2: "int2",
+    1: "1bit",
+}
 
 __all__ = [
     "Communicator",
@@ -101,7 +109,7 @@ class Communicator:
         return self.workers()[self.rank()]
 
 
-def mpi_communicator(route: str = "auto") -> Communicator:
+def mpi_communicator(route: RouteName | Literal["auto"] = "auto") -> Communicator:
     """The communicator of the process, under any launcher. *Collective* at the first call.
 
     The first call may choose the ``route`` of sums, as for `torchmn.create_communicator`.
@@ -144,7 +152,7 @@ class DistributedLearner:
     """Arguments of that function."""
     schedule: Callable[[], Schedule]
     """Makes the schedule of an optimizer."""
-    codec: str | None = None
+    codec: CodecName | None = None
     comm: Ranks | None = None
     """The ranks that exchange; None for all ranks of the job."""
 

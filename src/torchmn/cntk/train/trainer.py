@@ -133,7 +133,7 @@ class Trainer:
                 parameters of ``model.forward`` go to the model, the others to loss and metric, in
                 this order. Sequences are passed as `MinibatchData`, single samples as a tensor. An
                 empty part is ``{}`` or has no samples; with layers whose ranks communicate, such as
-                `torchmn.links.MultiNodeBatchNorm2d`, it is tensors of no samples, and ``{}`` is
+                `torchmn.nn.MultiNodeBatchNorm2d`, it is tensors of no samples, and ``{}`` is
                 for the end of the data on all ranks.
             outputs: refused; let the model keep what you want to see.
             device: where to; default: that of the model's first parameter.

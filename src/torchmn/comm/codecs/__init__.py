@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torchmn.base.errors import raise_if_unknown
+from torchmn.base.names import CodecName
 from torchmn.comm.codecs.base import Codec, StripeCodec
 from torchmn.comm.codecs.error_feedback import ErrorFeedback
 from torchmn.comm.codecs.half_precision import BFloat16, Float16
@@ -17,6 +18,7 @@ __all__ = [
     "CODECS",
     "BFloat16",
     "Codec",
+    "CodecName",
     "ErrorFeedback",
     "Float16",
     "Layout",

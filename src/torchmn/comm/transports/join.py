@@ -13,7 +13,7 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -49,7 +49,8 @@ if TYPE_CHECKING:
     from torchmn.comm.base import Communicator
 
 
-TRANSPORTS = ("auto", "mpi", "torch")
+TransportName = Literal["auto", "mpi", "torch"]
+TRANSPORTS: tuple[TransportName, ...] = get_args(TransportName)
 
 _STORE_BACKLOG = 4096
 

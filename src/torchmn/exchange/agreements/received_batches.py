@@ -110,9 +110,9 @@ def _described(share: Share | None) -> str:
     if share is None or not share.parts:
         return ""
     if share.are_of_several:
-        parts = " and ".join(f"{own} of {total}" for own, total in share.parts)
+        parts = " and ".join(f"{part.own} of {part.all}" for part in share.parts)
     else:
-        own, total = (sum(each) for each in zip(*share.parts, strict=True))
+        own, total = sum(part.own for part in share.parts), sum(part.all for part in share.parts)
         parts = f"{own} of {total} in {counted(len(share.parts), 'batch')}"
     return f"saw {share.num_counted:g} samples and has {parts}"
 

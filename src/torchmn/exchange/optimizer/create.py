@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -16,6 +16,8 @@ from torchmn.base.names import (
     EVERY_STEP,
     FLOAT32,
     SCHEDULE_TRAITS,
+    CodecName,
+    ScheduleName,
 )
 from torchmn.comm import Communicator
 from torchmn.comm.codecs import Codec
@@ -55,8 +57,8 @@ def create_multi_node_optimizer(
     *,
     double_buffering: bool = False,
     zero_fill: bool = False,
-    codec: str | Codec | Auto | None = None,
-    schedule: str | Schedule | Auto | None = None,
+    codec: CodecName | Literal["auto"] | Codec | Auto | None = None,
+    schedule: ScheduleName | Literal["auto"] | Schedule | Auto | None = None,
     weight: Weight | None = None,
     reduction: Reduction = "mean",
     on_nonfinite: OnNonfinite = "raise",
@@ -137,14 +139,14 @@ def create_multi_node_optimizer(
             f"double_buffering=True and schedule={schedule!r} contradict each other. Give one."
         )
     name = _or_auto(schedule or (DOUBLE_BUFFERING if double_buffering else EVERY_STEP))
-    codec = _or_auto(codec)
+    coded: str | Codec | Auto | None = _or_auto(codec)
     if isinstance(name, str):
         raise_if_unknown("schedule", name, [AUTO, *SCHEDULES])
     candidates: list[Schedule] = []
-    if isinstance(name, Auto) or isinstance(codec, Auto):
-        space = _search_space(name, codec, comm)
+    if isinstance(name, Auto) or isinstance(coded, Auto):
+        space = _search_space(name, coded, comm)
         candidates = [make() for make in space.schedules.values()]
-        name, codec = Autotuner(space), space.codecs[0]
+        name, coded = Autotuner(space), space.codecs[0]
     chosen = SCHEDULES[name]() if isinstance(name, str) else name
     if reduction == "sum" and chosen.traits.has_own_steps:
         raise UnsupportedError(
@@ -167,7 +169,7 @@ def create_multi_node_optimizer(
     if any(is_distributed(p) for p in parameters_of(optimizer)):
         _raise_if_whole_only(comm, [chosen, *candidates])
     chains = find_chains(models, comm, max_grad_norm)
-    form = own_codec(codec, comm)
+    form = own_codec(coded, comm)
     is_counted = weight is None
     may_differ = is_counted and reduction == "mean" and chosen.traits.averages_gradients
     made = _kind(optimizer, comm, models, chosen, form, options)
@@ -203,7 +205,9 @@ def _or_auto(value: Any) -> Any:
 
 
 def _search_space(
-    schedule: str | Schedule | Auto, codec: str | Codec | Auto | None, comm: Communicator
+    schedule: str | Schedule | Auto,
+    codec: str | Codec | Auto | None,
+    comm: Communicator,
 ) -> SearchSpace:
     """The schedules and codecs among which ``auto`` may choose.
 

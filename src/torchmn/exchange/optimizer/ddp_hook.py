@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchmn.base import events
 from torchmn.base.compiling import not_compiled
 from torchmn.base.errors import RankMismatchError, UnsupportedError, UsageError
+from torchmn.base.names import CodecName
 from torchmn.base.torch_private import GradBucket, PrefixStore, store_of
 from torchmn.cluster import Topology
 from torchmn.cluster.gpus import may_share_gpus, shared_gpu_problem
@@ -59,7 +60,7 @@ class DdpHook:
     """A communication hook created by `ddp_hook`, for one model until `close`."""
 
     def __init__(
-        self, codec: str | Codec | None, comm: Communicator | None, *, timeout_s: float
+        self, codec: CodecName | Codec | None, comm: Communicator | None, *, timeout_s: float
     ) -> None:
         self.__name__ = self.__qualname__ = "ddp_hook"  # DDP reads both, as of a function
         self.nonfinite: list[NonfiniteGradients] = []
@@ -311,7 +312,7 @@ class DdpHook:
 
 
 def ddp_hook(
-    codec: str | Codec | None, *, comm: Communicator | None = None, timeout_s: float = 60
+    codec: CodecName | Codec | None, *, comm: Communicator | None = None, timeout_s: float = 60
 ) -> DdpHook:
     """Create a communication hook for DistributedDataParallel that uses any codec. Local.
 

@@ -1,5 +1,6 @@
 """Schedules: when ranks exchange gradients or parameters."""
 
+from torchmn.base.names import ScheduleName
 from torchmn.exchange.schedules.base import Schedule, Traits
 from torchmn.exchange.schedules.double_buffering import DoubleBuffering
 from torchmn.exchange.schedules.every_step import EveryStep
@@ -22,6 +23,7 @@ __all__ = [
     "PeriodicAverage",
     "Phases",
     "Schedule",
+    "ScheduleName",
     "Traits",
     "Warmup",
 ]

@@ -1,8 +1,9 @@
 """``python -m torchmn.run.elastic.host_main``: one host of an elastic job.
 
-Reads its order from the standard input, connects to the launcher, and runs the agents of this
-host's ranks, round after round. It ends with the job, with the launcher (the end of the connection
-or of standard input) and after a signal, and kills all processes below it.
+It connects to the launcher, and runs the agents of this host's ranks, round after round. It ends
+with the job, with the launcher (the end of the connection or of standard input) and after a signal,
+and kills all processes below it. The launcher starts it, with an order on the standard input, or
+the user does on a host that joins (`torchmn.run.elastic.join`).
 """
 
 import hashlib
@@ -15,9 +16,10 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import Literal
 
-from torchmn.base.errors import LaunchError, TorchmnError
+from torchmn.base.errors import TorchmnError
 from torchmn.base.terminal import say
 from torchmn.cluster.environment_variables import JOB_VARIABLE, ROUND_VARIABLE, SECRET_VARIABLE
 from torchmn.control.authenticated_listener import connect_authenticated
@@ -28,7 +30,9 @@ from torchmn.control.messages import (
     HeartbeatRequest,
     HostFinished,
     HostHello,
+    HostLeaving,
     HostReady,
+    JobOrder,
     Restart,
     Round,
     Shutdown,
@@ -38,29 +42,34 @@ from torchmn.control.processes import (
     kill_descendants,
     reap_children,
     send,
+    signal_name,
     signal_socket,
 )
 from torchmn.run.elastic.rendezvous import ROLE
 from torchmn.run.host_checks import find_problem, versions
 from torchmn.run.job import worker_command
+from torchmn.run.preemption_notice import notice_now
 from torchmn.run.rank_environment import rank_variables
 
 _POLL_S = 0.2
+_CONNECT_S = 10.0
 _STOP_MARGIN_S = 3.0  # how much longer than its script an agent may take to end
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class RunHost(Record, frozen=True, kw_only=True):
-    """Order to `torchmn.run.elastic.host_main`: take part in an elastic job as this host."""
+    """Order to `torchmn.run.elastic.host_main`: take part in an elastic job as this host.
+
+    ``joins`` and ``node_rank`` are as in `HostHello`.
+    """
 
     host: str
     slots: int
     secret: str
     rendezvous: str
-    cwd: str
-    script: str
-    grace_s: float
     env: dict[str, str]
+    node_rank: int | None = None
+    joins: bool = False
 
 
 def round_secret(secret: str, number: int) -> str:
@@ -75,6 +84,7 @@ class Host:
         self._order = order
         self._channel = channel
         self._wakeup = wakeup
+        self._job: JobOrder | None = None  # until it has arrived
         self._state: Literal["waiting", "running", "finished"] = "waiting"
         self._agents: set[int] = set()  # their processes
         self._has_failed = False
@@ -88,7 +98,8 @@ class Host:
                 selector.register(self._wakeup, selectors.EVENT_READ, self._on_signals)
                 # Whatever they say, this host leaves; and at their end they would be ready always.
                 if self._leave is None:
-                    selector.register(0, selectors.EVENT_READ, self._on_input)
+                    if not self._order.joins:
+                        selector.register(0, selectors.EVENT_READ, self._on_input)
                     selector.register(self._channel, selectors.EVENT_READ, self._on_messages)
                 for key, _ in selector.select(_POLL_S):
                     key.data()
@@ -103,7 +114,8 @@ class Host:
     def _on_signals(self) -> None:
         for signum in self._wakeup.recv(64):
             if signum in _ENDING_SIGNALS:
-                self._go(Shutdown(signum=signum, text=""))
+                self._channel.post(HostLeaving(text=f"it received {signal_name(-signum)}"))
+                self._go(Shutdown(signum=signum, text=""), self._grace_after(signum))
         for pid, returncode in reap_children():
             if pid in self._agents:
                 self._agents.discard(pid)
@@ -117,6 +129,8 @@ class Host:
         for message in self._channel.collect():
             if isinstance(message, HeartbeatRequest):
                 answer(self._channel)
+            elif isinstance(message, JobOrder):
+                self._begin(message)
             elif isinstance(message, Round):
                 self._start(message)
             elif isinstance(message, Restart) and self._state == "finished":
@@ -128,6 +142,17 @@ class Host:
         if not self._channel.is_open:
             text = "the launcher was lost: its process ended, or there is no route to it"
             self._go(Shutdown(signum=signal.SIGTERM, text=text))
+
+    def _begin(self, job: JobOrder) -> None:
+        """Take part, or leave if this host cannot run the job."""
+        self._job = job
+        os.environ.update(job.env)
+        problem = find_problem(job.cwd, job.script) or notice_now(job.preemption)
+        if problem:
+            self._channel.post(HostLeaving(text=problem))
+            self._go(Shutdown(signum=signal.SIGTERM, text=problem))
+        else:
+            self._wait_for_round()
 
     def _start(self, found: Round) -> None:
         slots = [member.slots for member in found.members]
@@ -163,44 +188,67 @@ class Host:
         self._state = "waiting"
         self._channel.post(HostReady())
 
-    def _end_agents(self, signum: int) -> None:
-        if self._kill_at == math.inf:
-            self._kill_at = time.monotonic() + self._order.grace_s + _STOP_MARGIN_S
+    def _end_agents(self, signum: int, grace_s: float | None = None) -> None:
+        """Send the agents a signal, and kill them later: by default after a failure's grace."""
+        if self._kill_at == math.inf and self._job is not None:
+            grace_s = self._job.grace_s if grace_s is None else grace_s
+            self._kill_at = time.monotonic() + grace_s + _STOP_MARGIN_S
             for pid in self._agents:
                 send(pid, signum)
 
-    def _go(self, leave: Shutdown) -> None:
+    def _grace_after(self, signum: int) -> float | None:
+        """How long agents may take after a signal from outside: after SIGTERM they save."""
+        if signum != signal.SIGTERM or self._job is None:
+            return None
+        return math.inf if self._job.signal_grace_s is None else self._job.signal_grace_s
+
+    def _go(self, leave: Shutdown, grace_s: float | None = None) -> None:
         if self._leave is None:
             self._leave = leave
-            self._end_agents(leave.signum)
+            self._end_agents(leave.signum, grace_s)
 
 
 def main() -> int:
     """Run this host's part of the job; the exit code is 0 if it ended regularly."""
-    adopt_orphans()
-    # the launcher forwards SIGUSR1 and SIGUSR2, which are not ignored: that would be inherited
-    wakeup = signal_socket(signal.SIGCHLD, *_ENDING_SIGNALS, signal.SIGUSR1, signal.SIGUSR2)
     try:
-        text = _take_part(decode(sys.stdin.readline(), RunHost), wakeup)
+        text = take_part(lambda: decode(sys.stdin.readline(), RunHost))
     except TorchmnError as error:
         text = str(error)
-    finally:
-        kill_descendants(os.getpid())
     if text:
         say(text)
     return 1 if text else 0
 
 
-def _take_part(order: RunHost, wakeup: socket.socket) -> str:
-    os.environ.update(order.env)
-    if problem := find_problem(order.cwd, order.script):
-        raise LaunchError(problem)
-    os.environ[JOB_VARIABLE] = hashlib.sha256(f"job {order.secret}".encode()).hexdigest()
-    identity = HostHello(host=order.host, slots=order.slots, versions=versions())
-    channel = connect_authenticated(
-        order.rendezvous, secret=order.secret, role=ROLE, identity=identity
-    )
-    return Host(order, channel, wakeup).run()
+def take_part(find_order: Callable[[], RunHost]) -> str:
+    """Run this host's part of a job; return why the job failed or continues without this host.
+
+    Empty if it ended regularly. The process can do nothing else afterwards. Raises LaunchError: the
+    launcher does not answer, or does not know the secret.
+    """
+    adopt_orphans()
+    # the launcher forwards SIGUSR1 and SIGUSR2, which are not ignored: that would be inherited
+    wakeup = signal_socket(signal.SIGCHLD, *_ENDING_SIGNALS, signal.SIGUSR1, signal.SIGUSR2)
+    try:
+        order = find_order()
+        os.environ.update(order.env)
+        os.environ[JOB_VARIABLE] = hashlib.sha256(f"job {order.secret}".encode()).hexdigest()
+        identity = HostHello(
+            host=order.host,
+            slots=order.slots,
+            versions=versions(),
+            node_rank=order.node_rank,
+            joins=order.joins,
+        )
+        channel = connect_authenticated(
+            order.rendezvous,
+            secret=order.secret,
+            role=ROLE,
+            identity=identity,
+            limit_s=_CONNECT_S,
+        )
+        return Host(order, channel, wakeup).run()
+    finally:
+        kill_descendants(os.getpid())
 
 
 if __name__ == "__main__":

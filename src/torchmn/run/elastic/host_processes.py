@@ -80,12 +80,13 @@ class HostProcesses:
 
     def has_joined(self, name: str) -> None:
         """Note that a host takes part: reset its pause, so that it is restarted soon if lost."""
-        self._hosts[name].pause_s = _FIRST_PAUSE_S
+        if name in self._hosts:  # others have joined by themselves
+            self._hosts[name].pause_s = _FIRST_PAUSE_S
 
     def give_up(self, name: str, kill_after_s: float) -> None:
         """End the process of a lost host, by force after ``kill_after_s``, to restart it then."""
-        host = self._hosts[name]
-        if host.process is not None:
+        host = self._hosts.get(name)
+        if host is not None and host.process is not None:
             _close(host.process)
             host.kill_at = time.monotonic() + kill_after_s
 

@@ -6,10 +6,12 @@ of the current round, and reports at the end what failed first.
 
 import selectors
 import signal
+import socket
 import time
 from collections.abc import Mapping
 
-from torchmn.base.errors import SAVED_STATUS, shell_code
+from torchmn.base.errors import SAVED_STATUS, LaunchError, shell_code
+from torchmn.cluster.network import is_this_host
 from torchmn.cluster.units import counted
 from torchmn.control import connection as channels
 from torchmn.control.authenticated_listener import AuthenticatedListener
@@ -20,7 +22,7 @@ from torchmn.run.child_processes import ProcessOwner
 from torchmn.run.console import RankOutput
 from torchmn.run.elastic.host_main import round_secret
 from torchmn.run.elastic.host_processes import HostProcesses
-from torchmn.run.elastic.job import ElasticJob, host_process
+from torchmn.run.elastic.job import ElasticJob, host_process, job_order
 from torchmn.run.elastic.rendezvous import ROLE, Rendezvous
 from torchmn.run.elastic.rendezvous_state import (
     Decision,
@@ -54,17 +56,25 @@ class ElasticLauncher:
         self._env = env
         self._owner = ProcessOwner(output)
         self._clock = LoopClock()
+        meeting = _meeting(elastic, address)
         self._listener = channels.listen_on(address)  # for the ranks of all rounds
-        meeting = channels.listen_on(address)
         self._meeting_address = channels.address_of(meeting)
         names = [host.name for host in self._job.hosts]
-        self._state = RendezvousState(names, elastic.limits, now=self._clock.now)
+        self._state = RendezvousState(
+            names,
+            elastic.limits,
+            now=self._clock.now,
+            is_open=elastic.meeting is not None,
+            own_node_rank=elastic.node_rank,
+        )
         self._rendezvous = Rendezvous(
-            AuthenticatedListener(meeting, secret=self._job.secret, role=ROLE), self._state
+            AuthenticatedListener(meeting, secret=self._job.secret, role=ROLE),
+            self._state,
+            job_order(elastic, env, channels.address_of(self._listener)),
         )
         self._hosts = HostProcesses(names, self._host_command, self._job.log_dir)
         self._ranks: RoundSession | None = None
-        self._inspections = Inspections.of(self._job.log_dir, output.say)
+        self._inspections = Inspections.of(self._job.log_dir)
         self._has_stopped = False
         self._end: str | None = None  # why the job ended, empty if it went well
         self._kill_at = float("inf")
@@ -92,13 +102,7 @@ class ElasticLauncher:
         return code
 
     def _host_command(self, host: str) -> Command:
-        return host_process(
-            self._elastic,
-            self._env,
-            host,
-            rendezvous=self._meeting_address,
-            supervisor=channels.address_of(self._listener),
-        )
+        return host_process(self._elastic, self._env, host, rendezvous=self._meeting_address)
 
     def _is_over(self) -> bool:
         """Whether the job has ended and no process is left, or the time to end is over."""
@@ -119,7 +123,7 @@ class ElasticLauncher:
     def _on_wakeup(self) -> None:
         for pid, returncode in self._owner.reap():
             ended = self._hosts.ended(pid, returncode)
-            if ended is not None and self._end is None:
+            if ended is not None and self._end is None and returncode != 0:
                 self._note_unreachable([ended])
 
     def _note_unreachable(self, hosts: list[tuple[str, str]]) -> None:
@@ -134,7 +138,8 @@ class ElasticLauncher:
             if self._ranks is not None:
                 self._ranks.disconnect_pending()
         elif isinstance(decision, HostLost):
-            self._output.say(f"{decision.host} was lost: {decision.text}")
+            how = "left" if decision.has_left else "was lost"
+            self._output.say(f"{decision.host} {how}: {decision.text}")
             self._hosts.give_up(decision.host, self._job.grace_s + _MARGIN_S)
             if self._ranks is not None:
                 self._ranks.drop_host(decision.host)
@@ -161,13 +166,25 @@ class ElasticLauncher:
             role=channels.SUPERVISOR,
         )
         self._ranks = RoundSession(
-            found, self._job, listener, self._output, on_checkpoint=self._on_checkpoint
+            found,
+            self._job,
+            listener,
+            self._output,
+            on_checkpoint=self._on_checkpoint,
+            on_notice=self._on_notice,
         )
         self._ranks.inspections = self._inspections
 
     def _on_checkpoint(self, saved: CheckpointSaved) -> None:
         """Let waiting hosts join, since all continue from this checkpoint."""
         self._state.on_checkpoint_saved(saved.step, self._clock.now)
+
+    def _on_notice(self, host: str, text: str) -> None:
+        """Continue without a host that will be preempted, unless it is the launcher's own."""
+        if is_this_host(host):
+            self._output.say(f"{host}, the host of the launcher: {text}. All ranks save and exit.")
+        else:
+            self._state.on_host_leaving(host, text)
 
     def _describe_restart(self, before: RoundSession, found: Round) -> str:
         """Describe why the previous round ended and with which hosts training continues."""
@@ -201,7 +218,7 @@ class ElasticLauncher:
         After SIGTERM the ranks of the round first have time to save.
         """
         by, ranks = self._owner.interrupted_by, self._ranks
-        if ranks is not None and ranks.has_saved:
+        if ranks is not None and ranks.has_saved and not self._state.will_continue:
             return True
         if by != signal.SIGTERM or ranks is None or ranks.leave_by is None:
             return by is not None
@@ -242,3 +259,17 @@ class ElasticLauncher:
             write_failure_report(self._job.log_dir, result, summary)
         self._output.say(summary)
         return result.exit_code or 1
+
+
+def _meeting(elastic: ElasticJob, address: str) -> socket.socket:
+    """Listen for the hosts of the job. Raises LaunchError: the user's address cannot be used."""
+    if elastic.meeting is None:
+        return channels.listen_on(address)
+    host, port = elastic.meeting
+    try:
+        return channels.listen_on(host, port)
+    except OSError as error:
+        raise LaunchError(
+            f"{socket.gethostname()} cannot wait for hosts at {host}:{port}: "
+            f"{error.strerror or error}. Give another --master-port on all hosts."
+        ) from None

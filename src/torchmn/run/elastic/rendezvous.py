@@ -6,6 +6,7 @@ different hosts to detect lost ones.
 """
 
 import selectors
+import signal
 
 from torchmn.control.authenticated_listener import AuthenticatedListener
 from torchmn.control.connection import UNREACHABLE, Channel
@@ -14,8 +15,11 @@ from torchmn.control.messages import (
     Alive,
     HostFinished,
     HostHello,
+    HostLeaving,
     HostReady,
+    JobOrder,
     Message,
+    Shutdown,
 )
 from torchmn.run.elastic.rendezvous_state import Decision, RendezvousState
 
@@ -23,11 +27,17 @@ ROLE = "rendezvous"  # the role of this listener, see `torchmn.control.authentic
 
 
 class Rendezvous:
-    """Passes messages from hosts to the `RendezvousState`, and its messages to the hosts."""
+    """Passes messages from hosts to the `RendezvousState`, and its messages to the hosts.
 
-    def __init__(self, listener: AuthenticatedListener, state: RendezvousState) -> None:
+    Each host that may take part gets the ``order`` first.
+    """
+
+    def __init__(
+        self, listener: AuthenticatedListener, state: RendezvousState, order: JobOrder
+    ) -> None:
         self._listener = listener
         self._state = state
+        self._order = order
         self._channels: dict[str, Channel] = {}
         self._heartbeats: dict[str, Heartbeat] = {}
         self._selector = selectors.DefaultSelector()
@@ -65,15 +75,21 @@ class Rendezvous:
         self._listener.close()
 
     def _admit(self, channel: Channel, member: HostHello, now: float) -> None:
-        """Add a host's connection. One that connects again has lost its previous connection."""
+        """Add a host's connection, unless it cannot take part.
+
+        One that the launcher has started again has lost its previous connection.
+        """
         name = member.host
-        if name in self._channels:
+        if name in self._channels and not member.joins:
             self._lose(name, "it connected again", now)
+        problem = self._state.on_host_joined(member)
+        if problem:
+            channel.post(Shutdown(signum=signal.SIGTERM, text=problem))
+            channel.close()
+            return
         self._channels[name], self._heartbeats[name] = channel, Heartbeat(channel)
         self._selector.register(channel, selectors.EVENT_READ, name)
-        if not self._state.on_host_joined(member, now):
-            self._deliver()
-            self._disconnect(name)
+        channel.post(self._order)
 
     def _receive(self, name: str, now: float) -> None:
         channel = self._channels[name]
@@ -88,6 +104,8 @@ class Rendezvous:
             self._heartbeats[name].answered()
         elif isinstance(message, HostReady):
             self._state.on_host_ready(name, now)
+        elif isinstance(message, HostLeaving):
+            self._state.on_host_leaving(name, message.text)
         elif isinstance(message, HostFinished):
             self._state.on_host_finished(name)
 

@@ -1,7 +1,7 @@
 """The rules of the rendezvous: which hosts take part, when they restart, when the job is over.
 
-Hosts gather for a round, run, and gather again when a rank failed, a host was lost, or one that
-came back may join. No sockets and no clock here: events come in, with the time in seconds, and
+Hosts gather for a round, run, and gather again when a rank failed, a host was lost or leaves, or
+another one may join. No sockets and no clock here: events come in, with the time in seconds, and
 messages for hosts and decisions for the launcher go out.
 """
 
@@ -16,8 +16,10 @@ from torchmn.control.messages import HostHello, Message, Restart, Round, RoundMe
 from torchmn.run.host_checks import differences
 
 _STOP_MARGIN_S = 30.0
+# Hosts that start together arrive within seconds. Later ones wait for a checkpoint.
+_LAST_CALL_S = 5.0
 
-State = Literal["ready", "running", "stopping", "finished"]
+State = Literal["new", "ready", "running", "stopping", "finished"]
 
 
 JOIN_TIMEOUT_S = 120
@@ -28,7 +30,8 @@ class Limits:
     """Minimum and maximum number of hosts, and of restarts.
 
     A restart after a failure of a rank counts against ``max_restarts``, one because hosts left or
-    joined does not. ``join_timeout_s`` is the time to wait for ``min_hosts``.
+    joined does not. ``join_timeout_s`` is the time to wait for ``min_hosts``. With ``is_fixed`` the
+    job ends when one of its hosts is lost or leaves, and no other one may take its place.
     """
 
     min_hosts: int
@@ -36,6 +39,7 @@ class Limits:
     max_restarts: int = 3
     join_timeout_s: float = JOIN_TIMEOUT_S
     grace_s: float = 5.0
+    is_fixed: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_hosts <= self.max_hosts:
@@ -66,10 +70,11 @@ class RoundEnding:
 
 @dataclass(frozen=True, kw_only=True)
 class HostLost:
-    """Decision to give up a host whose connection is lost."""
+    """Decision to give up a host whose connection is lost, as expected if ``has_left``."""
 
     host: str
     text: str
+    has_left: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,17 +89,34 @@ Decision = Round | RoundEnding | HostLost | UserMessage | JobEnded
 
 @dataclass
 class _Host:
-    """A host that is connected."""
+    """A host that is connected. ``leaves`` is why it will leave; empty if it stays."""
 
     member: HostHello
-    state: State = "ready"
+    state: State = "new"
+    leaves: str = ""
 
 
 class RendezvousState:
-    """Decides on the rounds of an elastic job. Ranks are numbered in the order of ``hosts``."""
+    """Decides on the rounds of an elastic job.
 
-    def __init__(self, hosts: Sequence[str], limits: Limits, *, now: float) -> None:
-        self._hosts = list(hosts)
+    Ranks are numbered by the ``node_rank`` of their hosts; without one in the order of ``hosts``,
+    which the launcher starts. If ``is_open``, others that know the secret may join, and come last.
+    ``own_node_rank`` is that of the launcher's host, if the user has given it one.
+    """
+
+    def __init__(
+        self,
+        hosts: Sequence[str],
+        limits: Limits,
+        *,
+        now: float,
+        is_open: bool = False,
+        own_node_rank: int | None = None,
+    ) -> None:
+        self._own_node_rank = own_node_rank
+        self._started = tuple(hosts)
+        self._hosts = list(hosts)  # with those that have joined, in the order of their arrival
+        self._is_open = is_open
         self._limits = limits
         self._connected: dict[str, _Host] = {}
         self._absent: set[str] = set()
@@ -106,6 +128,8 @@ class RendezvousState:
         self._reasons: list[str] = []
         self._has_failure = False
         self._has_loss = False
+        self._leavers: list[str] = []  # hosts of the round that will leave, and why
+        self._arrived_at = now  # when the last host did
         self._messages: list[tuple[str, Message]] = []
         self._decisions: list[Decision] = []
 
@@ -126,31 +150,61 @@ class RendezvousState:
 
     # ---- events -------------------------------------------------------------------------------
 
-    def on_host_joined(self, member: HostHello, now: float) -> bool:
-        """Handle that a host has connected and is ready. Returns whether it may take part."""
+    def on_host_joined(self, member: HostHello) -> str:
+        """Handle that a host has connected. Returns why it cannot take part; empty if it can."""
         problem = self._find_problem(member)
         if problem:
-            self._post(member.host, Shutdown(signum=signal.SIGTERM, text=problem))
             text = f"{member.host} cannot take part: {problem}."
             self._decisions.append(UserMessage(text=text))
-            return False
+            return problem
         self._connected[member.host] = _Host(member)
-        self._absent.discard(member.host)
-        if self._phase == "running":
-            text = f"{member.host} joined; waiting for the next checkpoint."
-            self._decisions.append(UserMessage(text=text))
-        self._start_if_complete(now)
-        return True
+        if member.host not in self._hosts:
+            self._hosts.append(member.host)
+        return ""
 
     def on_host_ready(self, host: str, now: float) -> None:
-        """Handle that a host runs no ranks and waits, as requested or after a failure."""
+        """Handle that a host runs no ranks and waits: at first, as requested, or after a failure.
+
+        When a host leaves, the ranks of all hosts save and end by themselves, which is no failure.
+        """
         host_state = self._connected[host]
-        was_running = host_state.state == "running"
-        host_state.state = "ready"
-        if was_running:
+        before, host_state.state = host_state.state, "ready"
+        if before == "new":
+            self._absent.discard(host)
+            self._arrived_at = now
+            if self._phase == "running":
+                text = f"{host} joined; waiting for the next checkpoint."
+                self._decisions.append(UserMessage(text=text))
+        elif before == "running" and self._leavers and self._limits.is_fixed:
+            self._end("; ".join(self._leavers))
+        elif before == "running" and self._leavers:
+            self._has_loss = True
+            self._gather("; ".join(self._leavers), now)
+        elif before == "running":
             self._has_failure = True
             self._gather(f"a rank on {host} failed", now)
+        if host_state.leaves:
+            self._post(host, Shutdown(signum=signal.SIGTERM, text=""))
         self._start_if_complete(now)
+
+    @property
+    def will_continue(self) -> bool:
+        """Whether another round follows if the ranks of this one save and exit now.
+
+        So it is if a host will leave the job, or if they were told to end for another round.
+        """
+        will_leave = bool(self._leavers) and not self._limits.is_fixed
+        return will_leave or (self._phase == "gathering" and self._number > 0)
+
+    def on_host_leaving(self, host: str, why: str) -> None:
+        """Handle that a host will leave: it is in no further round."""
+        if self._connected[host].leaves:
+            return
+        self._connected[host].leaves = why
+        text = f"{host} leaves: {why}"
+        self._decisions.append(UserMessage(text=f"{text}."))
+        if host in self._members and self._phase == "running":
+            self._leavers.append(text)
 
     def on_checkpoint_saved(self, step: int, now: float) -> None:
         """Handle a complete checkpoint: waiting hosts may join, and all continue from it."""
@@ -176,10 +230,18 @@ class RendezvousState:
         host_state = self._connected.pop(host, None)
         if host_state is None or self._phase == "over":
             return
-        self._decisions.append(HostLost(host=host, text=why))
-        if host in self._members and host_state.state != "finished":
+        has_left = bool(host_state.leaves)
+        self._decisions.append(
+            HostLost(host=host, text=host_state.leaves or why, has_left=has_left)
+        )
+        if host not in self._started:
+            self._hosts.remove(host)
+        is_done = host_state.state == "finished" or (has_left and host_state.state == "ready")
+        if host in self._members and not is_done and self._limits.is_fixed:
+            self._end(f"{host} {'left' if has_left else 'was lost'}: {host_state.leaves or why}")
+        elif host in self._members and not is_done:
             self._has_loss = True
-            self._gather(f"{host} was lost", now)
+            self._gather(f"{host} {'left' if has_left else 'was lost'}", now)
         if self._phase == "gathering" and self._number == 0:
             self._absent.add(host)
         self._start_if_complete(now)
@@ -208,10 +270,10 @@ class RendezvousState:
             ]
             for name in late:
                 self.on_host_lost(name, f"its ranks did not stop within {stop_s:g} s", now)
-        if self._phase == "gathering" and now > self._since + self._limits.join_timeout_s:
-            self._start_if_complete(now)
-            if self._phase == "gathering" and not self._is_stopping:
-                self._end_for_lack_of_hosts()
+        self._start_if_complete(now)
+        is_late = now > self._since + self._limits.join_timeout_s
+        if self._phase == "gathering" and is_late and not self._is_stopping:
+            self._end_for_lack_of_hosts()
         return late
 
     # ---- decisions ----------------------------------------------------------------------------
@@ -220,14 +282,37 @@ class RendezvousState:
         """Return the reason why a host cannot take part; empty if it can."""
         if self._phase == "over":
             return "the job is over"
-        if member.host not in self._hosts:
+        if member.host not in self._hosts and not self._is_open:
             return f"the job's hosts are {', '.join(self._hosts)}"
+        if self._limits.is_fixed and (member.node_rank or 0) >= self._limits.max_hosts:
+            return f"--node-rank must be less than --nnodes {self._limits.max_hosts} there"
+        if self._limits.is_fixed and len(self._connected) >= self._limits.max_hosts:
+            return f"the job has its {self._limits.max_hosts} hosts: {', '.join(self._connected)}"
+        if member.joins and member.host in self._connected:
+            return (
+                f"a host named {member.host} takes part. Give each host another name; if this is "
+                "that host, join again in some seconds, when its old connection is lost"
+            )
+        if member.joins and member.node_rank is not None:
+            taken = {h.member.node_rank: name for name, h in self._connected.items()}
+            taken.setdefault(self._own_node_rank, self._started[0])
+            if member.node_rank in taken:
+                name = taken[member.node_rank]
+                return f"{name} has --node-rank {member.node_rank}: give each host another one"
         others = {name: host_state.member.versions for name, host_state in self._connected.items()}
         differing = differences({**others, member.host: member.versions})
         return f"{differing}: install the same on all hosts" if differing else ""
 
     def _is_waiting(self, name: str) -> bool:
-        return name in self._connected and self._connected[name].state == "ready"
+        found = self._connected.get(name)
+        return found is not None and found.state == "ready" and not found.leaves
+
+    def _place(self, name: str) -> float:
+        """The place of a connected host in the order of ranks; those without a number come last."""
+        number = self._connected[name].member.node_rank
+        if number is None:
+            return 0.0 if name in self._started else float("inf")
+        return float(number)
 
     @property
     def _is_stopping(self) -> bool:
@@ -250,18 +335,19 @@ class RendezvousState:
         """Start a round once no rank runs any more and enough hosts are ready."""
         if self._phase != "gathering" or self._is_stopping:
             return
-        ready = [name for name in self._hosts if self._is_waiting(name)]
+        ready = sorted(filter(self._is_waiting, self._hosts), key=self._place)
         is_late = now > self._since + self._limits.join_timeout_s
-        if self._number == 0 and not is_late:
+        if self._number == 0 and not is_late and len(ready) < self._limits.max_hosts:
             awaited = [name for name in self._hosts if name not in self._absent]
-            if len(ready) < min(len(awaited), self._limits.max_hosts):
+            is_early = self._is_open and now < self._arrived_at + _LAST_CALL_S
+            if len(ready) < len(awaited) or is_early:
                 return
         if len(ready) < self._limits.min_hosts:
             return
         if self._has_failure and not self._has_loss:
             if self._num_restarts >= self._limits.max_restarts:
-                times = f"all {self._limits.max_restarts} restarts are used up"
-                self._end(f"{'; '.join(self._reasons)}, and {times}")
+                times = f", and all {self._limits.max_restarts} restarts are used up"
+                self._end("; ".join(self._reasons) + times * bool(self._limits.max_restarts))
                 return
             self._num_restarts += 1
         self._start(ready)
@@ -283,6 +369,7 @@ class RendezvousState:
             self._post(name, message)
         self._decisions.append(message)
         self._reasons, self._has_failure, self._has_loss = [], False, False
+        self._leavers = []
 
     def _described(self, name: str) -> RoundMember:
         member = self._connected[name].member
@@ -291,10 +378,25 @@ class RendezvousState:
     def _end_for_lack_of_hosts(self) -> None:
         here = [name for name in self._hosts if name in self._connected]
         causes = f"{'; '.join(self._reasons)}; " if self._reasons else ""
+        if self._limits.is_fixed:
+            self._end(f"{causes}{self._describe_missing(here)}")
+            return
         self._end(
             f"{causes}{counted(len(here), 'host')} joined ({', '.join(here) or 'none'}) within "
             f"{self._limits.join_timeout_s:g} s (--elastic MIN:MAX:SECONDS), but at least "
             f"{self._limits.min_hosts} are needed"
+        )
+
+    def _describe_missing(self, here: list[str]) -> str:
+        """Describe which of a fixed number of hosts have not joined in time."""
+        num = self._limits.max_hosts
+        numbers = {self._connected[name].member.node_rank for name in here}
+        missing = [f"--node-rank {i}" for i in range(num) if i not in numbers]
+        absent = f"; {' and '.join(missing)} did not" if None not in numbers else ""
+        return (
+            f"{len(here)} of {num} hosts joined ({', '.join(here) or 'none'}) within "
+            f"{self._limits.join_timeout_s:g} s{absent}. Start the command on each host, and let "
+            "firewalls pass the network between them"
         )
 
     def _end(self, text: str, signum: int = signal.SIGTERM) -> None:

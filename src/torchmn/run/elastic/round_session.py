@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from torchmn.base.errors import SAVED_STATUS
 from torchmn.control.authenticated_listener import AuthenticatedListener
-from torchmn.control.messages import CheckpointSaved, Message, Round
+from torchmn.control.messages import CheckpointSaved, Message, PreemptionNotice, Round
 from torchmn.run.agent_session import AgentSession
 from torchmn.run.console import RankOutput
 from torchmn.run.job import Job
@@ -16,7 +16,7 @@ class RoundSession(AgentSession):
     """Follows the agents of one round, which connect to the round's own ``listener``.
 
     Logs go to the folder ``round<number>`` in the job's log folder. ``on_checkpoint`` is called
-    when all ranks have finished a checkpoint.
+    when all ranks have finished a checkpoint, ``on_notice`` with a host that will be preempted.
     """
 
     def __init__(
@@ -27,11 +27,12 @@ class RoundSession(AgentSession):
         output: RankOutput,
         *,
         on_checkpoint: Callable[[CheckpointSaved], None],
+        on_notice: Callable[[str, str], None],
     ) -> None:
         log_dir = job.log_dir / f"round{found.number}"
         super().__init__(listener, num_ranks_of(found), job, log_dir, output)
         self.round = found
-        self._on_checkpoint = on_checkpoint
+        self._on_checkpoint, self._on_notice = on_checkpoint, on_notice
 
     @property
     def has_saved(self) -> bool:
@@ -62,6 +63,8 @@ class RoundSession(AgentSession):
         """Pass finished checkpoints on, and other messages to `AgentSession`."""
         if isinstance(message, CheckpointSaved):
             self._on_checkpoint(message)
+        elif isinstance(message, PreemptionNotice):
+            self._on_notice(self._host_of(connection.record.rank), message.text)
         else:
             super().on_message(connection, message)
 
@@ -75,12 +78,12 @@ class RoundSession(AgentSession):
 
     def drop_host(self, host: str) -> None:
         """Disconnect the ranks of a lost host; agents that still run there end their scripts."""
-        first = 0
-        for member in self.round.members:
-            ranks = range(first, first + member.slots)
-            first = ranks.stop
-            if member.host == host:
-                self.disconnect(self.connections[r] for r in ranks if r in self.connections)
+        self.disconnect(c for r, c in self.connections.items() if self._host_of(r) == host)
+
+    def _host_of(self, rank: int) -> str:
+        """The name by which the job knows the host of a rank."""
+        hosts = [member.host for member in self.round.members for _ in range(member.slots)]
+        return hosts[rank]
 
 
 def _has_saved(record: RankRecord) -> bool:

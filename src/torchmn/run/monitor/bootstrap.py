@@ -33,7 +33,9 @@ from importlib.machinery import SourceFileLoader
 from types import TracebackType
 from typing import NoReturn
 
+from torchmn.cluster.environment_variables import INPUT_RANK_VARIABLE
 from torchmn.control.script import prints_to_launcher, show_exception, unprinted_text
+from torchmn.control.terminal_input import TerminalInput, explained, skip_breakpoint
 from torchmn.run.monitor import script_monitor
 
 _FLAGS = re.compile("-[bBdEIOPqsSuvx]+")  # options of the interpreter that take no argument
@@ -58,6 +60,12 @@ def with_bootstrap(argv: Sequence[str]) -> list[str]:
 def main() -> None:
     """Install the monitor and run the command in `sys.argv`. Raises what the script raises."""
     monitor = script_monitor.install_from_environment(os.environ)
+    if monitor is not None and INPUT_RANK_VARIABLE in os.environ:
+        # Both are Python's own places for this; a debugger of PYTHONBREAKPOINT stays.
+        if os.isatty(0):
+            sys.stdin = TerminalInput(monitor.awaits_input)
+        elif "PYTHONBREAKPOINT" not in os.environ:
+            sys.breakpointhook = skip_breakpoint
     atexit.register(wait_for_gloo_threads)  # the first, so that it runs last
     own_pid = os.getpid()
     del sys.argv[0]
@@ -91,6 +99,7 @@ def main() -> None:
         raise  # the interpreter turns it into an end by SIGINT
     except BaseException as error:
         status = 1
+        error = explained(error)
         _leave_out_own_frames(error)
         if monitor is not None:
             monitor.note_fatal(error)  # the launcher may ask already where this rank waits

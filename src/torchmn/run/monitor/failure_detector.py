@@ -11,7 +11,16 @@ import msgspec
 
 from torchmn.base.errors import SAVED_STATUS
 from torchmn.control.hang_report import EARLY_END, HangReport, RankStatus, report, report_of_joining
-from torchmn.control.messages import Failed, Joined, Joining, Leaving, Message, Overdue, StatusReply
+from torchmn.control.messages import (
+    AwaitsInput,
+    Failed,
+    Joined,
+    Joining,
+    Leaving,
+    Message,
+    Overdue,
+    StatusReply,
+)
 from torchmn.control.processes import signal_name
 from torchmn.run.monitor.job_result import RankRecord
 
@@ -65,10 +74,14 @@ class FailureDetector:
             record.overdue = message
         elif isinstance(message, StatusReply):
             record.status_reply = message
+        elif isinstance(message, AwaitsInput):
+            record.awaits_input = message.begins
+            for each in self._records:  # the time that a person takes does not count
+                each.joining_since = now if each.joining is not None else None
 
     def must_query(self, now: float) -> bool:
         """Whether to request the status of all ranks now. True only once."""
-        if self._reporter is None:
+        if self._reporter is None and not any(r.awaits_input for r in self._records):
             self._reporter = next((r for r in self._records if _is_late(r, now)), None)
         if self._reporter is None or self._queried_at is not None:
             return False

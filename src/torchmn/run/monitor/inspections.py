@@ -10,12 +10,12 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchmn.base.errors import LaunchError
+from torchmn.base.log import Log
 from torchmn.base.private_files import make_private_folder, write_whole
 from torchmn.control.authenticated_listener import AuthenticatedListener, connect_authenticated
 from torchmn.control.codec import Record, decode, encode
@@ -28,6 +28,7 @@ from torchmn.run.monitor.job_result import JOB_FILE, LATEST
 if TYPE_CHECKING:
     from torchmn.run.monitor.rank_session import RankSession
 
+_log = Log(__name__)
 INSPECT_FILE = "inspect.json"
 _ROLE = "inspector"
 _NUM_RECENT = 8
@@ -127,12 +128,12 @@ class Inspections:
         )
 
     @classmethod
-    def of(cls, folder: Path, show: Callable[[str], object]) -> "Inspections | None":
+    def of(cls, folder: Path) -> "Inspections | None":
         """Return those of a job with this log folder; None, after a message, if there are none."""
         try:
             return cls(folder)
         except OSError as error:
-            show(f"torchmn inspect will not find this job: {error}")
+            _log.warning("torchmn inspect will not find this job: %s", error)
             return None
 
     def close(self) -> None:

@@ -59,6 +59,7 @@ class RankRecord:
     stopped_at: float | None = None  # its process was stopped for too long
     stopped_text: str = ""
     was_ending: bool = False  # it was lost after it had been asked to end
+    awaits_input: bool = False  # it waits for a person at the terminal
     num_lines: int = 0
     last_errors: deque[str] = field(default_factory=lambda: deque(maxlen=40))
 

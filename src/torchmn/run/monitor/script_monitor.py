@@ -35,6 +35,7 @@ from torchmn.base.events import Collectives, Observer
 from torchmn.cluster.environment_variables import MONITOR_VARIABLE
 from torchmn.control.connection import Channel
 from torchmn.control.messages import (
+    AwaitsInput,
     CheckpointSaved,
     CollectiveStatus,
     Failed,
@@ -43,6 +44,7 @@ from torchmn.control.messages import (
     Leaving,
     Message,
     Overdue,
+    PreemptionNotice,
     StatusReply,
     StatusRequest,
     Terminate,
@@ -174,6 +176,11 @@ class ScriptMonitor(Observer):
         if os.getpid() == self._pid:
             self._post(CheckpointSaved(step=step))
 
+    def awaits_input(self, begins: bool) -> None:
+        """Report that the script begins, or has ended, to wait for a person at the terminal."""
+        if os.getpid() == self._pid:
+            self._post(AwaitsInput(begins=begins))
+
     def script_exits(self, status: int, text: str = "") -> None:
         """Report that the script has reached its end and asks for this exit status.
 
@@ -211,6 +218,8 @@ class ScriptMonitor(Observer):
             for message in messages:
                 if isinstance(message, StatusRequest):
                     self._post(self._status(message.num_recent))
+                elif isinstance(message, PreemptionNotice):
+                    self.notice = message.text
                 elif isinstance(message, Terminate):
                     self._must_end.set()
             self.look_for_hang()

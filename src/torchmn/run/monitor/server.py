@@ -64,7 +64,7 @@ class MonitorServer:
 
     def __init__(self, listener: AuthenticatedListener, num_ranks: int, log_dir: Path) -> None:
         self._session = _Session(listener, num_ranks, log_dir)
-        self._session.inspections = Inspections.of(log_dir, say)
+        self._session.inspections = Inspections.of(log_dir)
         self._complete_by = self._session.clock.now + _CONNECT_LIMIT_S
         self._report_at: float | None = None
         self._end_at: float | None = None

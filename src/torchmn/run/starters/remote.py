@@ -118,10 +118,16 @@ def node_command(
     )
 
 
-def commands(job: Job, env: Mapping[str, str]) -> list[Command]:
-    """Return a remote shell's command for each host, which starts the agents of its ranks."""
+def commands(job: Job, env: Mapping[str, str], *, input_path: str = "") -> list[Command]:
+    """Return a remote shell's command for each host, which starts the agents of its ranks.
+
+    ``input_path`` is that of a rank on this host.
+    """
+    paths = [input_path if is_this_host(host.name) else "" for host in job.hosts]
     return [
-        node_command(job, inter_rank, env, local.commands(job, env, inter_rank))
+        node_command(
+            job, inter_rank, env, local.commands(job, env, inter_rank, input_path=paths[inter_rank])
+        )
         for inter_rank in range(len(job.hosts))
     ]
 

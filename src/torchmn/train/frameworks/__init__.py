@@ -8,5 +8,12 @@ it is used.
 from torchmn.train.frameworks.accelerate import attach
 from torchmn.train.frameworks.exchange import ExchangeOptions
 from torchmn.train.frameworks.lightning import fabric_strategy, lightning_strategy
+from torchmn.train.frameworks.torchmetrics import torchmetrics_options
 
-__all__ = ["ExchangeOptions", "attach", "fabric_strategy", "lightning_strategy"]
+__all__ = [
+    "ExchangeOptions",
+    "attach",
+    "fabric_strategy",
+    "lightning_strategy",
+    "torchmetrics_options",
+]

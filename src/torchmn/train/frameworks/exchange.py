@@ -6,7 +6,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from torchmn.base.errors import TopologyError, UnsupportedError, UsageError
+from torchmn.base.names import CodecName, RouteName, ScheduleName
 from torchmn.comm import Communicator, create_communicator
 from torchmn.comm.codecs import Codec
 from torchmn.comm.local_tensors import is_distributed
@@ -47,11 +48,11 @@ class ExchangeOptions:
         'int8'
     """
 
-    codec: str | Codec | Auto | None = None
-    schedule: str | Schedule | Auto | None = None
+    codec: CodecName | Literal["auto"] | Codec | Auto | None = None
+    schedule: ScheduleName | Literal["auto"] | Schedule | Auto | None = None
     weight: Weight = "rank"
     on_nonfinite: OnNonfinite = "raise"
-    communicator: str = "auto"
+    communicator: RouteName | Literal["auto"] = "auto"
     timeout_s: float = 600
 
 

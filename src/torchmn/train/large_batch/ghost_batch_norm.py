@@ -96,7 +96,7 @@ def convert_to_ghost_batch_norm(model: Model, ghost_batch: int) -> Model:
 
     Raises, before anything is changed:
         UnsupportedError: the model has batch normalization of another class, such as a multi-node
-            one: use `torchmn.links.revert_batch_norm` first.
+            one: use `torchmn.nn.revert_batch_norm` first.
         UsageError: ``ghost_batch`` is less than 2.
 
     Example:

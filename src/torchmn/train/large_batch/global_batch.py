@@ -1,7 +1,7 @@
 """`GlobalBatch`: how many samples a step has, and how ranks and passes divide them.
 
     global batch    samples of one step over all ranks
-    share           a rank's part of it; shares differ by at most one sample
+    share           a rank's part of it; equal ones differ by at most one sample
     local batch     the most samples of one forward and backward pass on a rank
     accumulation    passes of each rank in a step
 
@@ -15,18 +15,19 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchmn.base.errors import UsageError, raise_if_no_count
+from torchmn.base.errors import UsageError, raise_if_no_count, raise_if_unknown
 from torchmn.cluster.units import counted
 from torchmn.comm import Communicator
 from torchmn.comm.collective_checks import raise_if_values_differ
 from torchmn.comm.training_start import training_steps
 from torchmn.data.batch_settings import BatchSettings
+from torchmn.data.batch_shares import BatchShares, EqualShares
 from torchmn.data.global_sampler import GlobalSampler
 from torchmn.data.scatter import shard_bounds
 from torchmn.data.sub_dataset import SizedDataset
@@ -35,6 +36,9 @@ from torchmn.nn.batch_norm import MultiNodeBatchNorm1d, MultiNodeBatchNorm2d, Mu
 from torchmn.nn.micro_batches import samples_to_cut, split
 from torchmn.record import recording
 from torchmn.train.large_batch.batch_growth import BatchGrowth, GrowingSampler
+from torchmn.train.large_batch.speed_shares import SpeedShares
+
+Shares = Literal["equal", "speed"]
 
 
 class MicroBatch(NamedTuple):
@@ -89,9 +93,14 @@ class GlobalBatch:
             fewer samples than that, it is one less, so that all ranks make as many passes.
         growth: enlarge the global batch during training. The passes stay as large as they are at
             the beginning, so that they still fit, and become more.
+        shares: ``"equal"``, or ``"speed"`` for ranks of different speeds: every ten steps the
+            shares follow the times that `micro_batches` measures, so that all ranks end a step
+            together. Means stay exact. It needs `sampler`, whose state has the shares. Give
+            ``local_batch``, or a larger share will be more passes instead of larger ones.
 
     Raises:
         UsageError: a number is out of range, or the three contradict each other.
+        UnknownNameError: ``shares`` is something else.
         RankMismatchError: ranks passed different arguments; all ranks raise.
 
     Example:
@@ -108,6 +117,7 @@ class GlobalBatch:
         *,
         comm: Communicator,
         growth: BatchGrowth | None = None,
+        shares: Shares = "equal",
     ) -> None:
         counts = {
             "global_batch": global_batch,
@@ -116,9 +126,10 @@ class GlobalBatch:
         }
         raise_if_values_differ(
             f"{comm.rank_label}: GlobalBatch() was called",
-            comm.allgather_obj({**counts, "growth": repr(growth)}),
+            comm.allgather_obj({**counts, "growth": repr(growth), "shares": shares}),
             "All ranks must pass the same values.",
         )
+        raise_if_unknown("shares", shares, get_args(Shares))
         for name, value in counts.items():
             if value is not None or name == "global_batch":
                 raise_if_no_count(name, value, "a whole number")
@@ -127,6 +138,8 @@ class GlobalBatch:
         self.growth = growth
         self.comm = comm
         self._sampler: GlobalSampler | None = None
+        self._speed = SpeedShares(comm) if shares == "speed" else None
+        self._shares: BatchShares = self._speed or EqualShares(comm.size)
         self._num_counted = 0
         share = -(-global_batch // comm.size)
         if accumulation is not None and accumulation > share:
@@ -159,6 +172,8 @@ class GlobalBatch:
                 "accumulation": self.accumulation,
                 "workers": self.comm.size,
             }
+            if self._speed is not None:
+                values["share"] = self.share
             settings = {name: str(value) for name, value in values.items()}
             recorder.settings(recorder.num_steps, settings)
 
@@ -173,7 +188,7 @@ class GlobalBatch:
 
     @property
     def share(self) -> int:
-        """This rank's samples of the next step. The first ranks have one more if it is uneven."""
+        """This rank's samples of the next step. Equal shares differ by at most one sample."""
         return self._plan(self.global_batch).shares[self.comm.rank]
 
     @property
@@ -186,14 +201,16 @@ class GlobalBatch:
         """The most samples that a pass of the next step has on any rank."""
         return self._plan(self.global_batch).pass_size
 
-    def _plan(self, global_batch: int) -> _Plan:
-        size = self.comm.size
-        least, rest = divmod(global_batch, size)
-        shares = tuple(least + (rank < rest) for rank in range(size))
-        num_passes = self._num_passes(shares[0])
-        if 0 < least < num_passes and -(-shares[0] // least) <= math.ceil(self._pass_limit):
-            num_passes = least  # or the ranks with one sample less could not make as many
-        return _Plan(shares=shares, num_passes=num_passes, pass_size=-(-shares[0] // num_passes))
+    def _plan(self, global_batch: int, at: int | None = None) -> _Plan:
+        """The division of a batch that begins after ``at`` samples, by default the next one."""
+        if at is None:
+            at = 0 if self._speed is None else self.samples_seen
+        shares = tuple(self._shares.sizes(global_batch, at))
+        least, most = min(shares), max(shares)
+        num_passes = self._num_passes(most)
+        if 0 < least < num_passes and -(-most // least) <= math.ceil(self._pass_limit):
+            num_passes = least  # or the ranks with fewer samples could not make as many
+        return _Plan(shares=shares, num_passes=num_passes, pass_size=-(-most // num_passes))
 
     def _num_passes(self, share: int) -> int:
         return max(1, math.ceil(share / self._pass_limit))
@@ -306,7 +323,7 @@ class GlobalBatch:
         self._sampler = make(
             length, self.comm, self.initial, seed, shuffle, drop_last=drop_last, pad_last=pad_last
         )
-        self._sampler.batch = self
+        self._sampler.batch, self._sampler.shares = self, self._shares
         return self._sampler
 
     def micro_batches(
@@ -334,7 +351,9 @@ class GlobalBatch:
         """
         if optimizer is None and training_steps(self.comm).count is not None and self.comm.size > 1:
             self._raise_if_training()
-        if self.growth is not None:
+        if self._speed is not None and torch.is_grad_enabled():
+            self._follow_speed(self._speed, optimizer)
+        if self.growth is not None or self._speed is not None:
             self._note_settings()
         num_own = samples_to_cut(samples, "the batch")
         ours = optimizer if isinstance(optimizer, MultiNodeOptimizer) else None
@@ -354,22 +373,23 @@ class GlobalBatch:
 
     def _num_passes_of(self, num_own: int, optimizer: MultiNodeOptimizer | None) -> int:
         """Number of passes of the current batch, of which this rank has ``num_own`` samples."""
+        at = None
         if self._sampler is None:
             received = self.global_batch if num_own == self.share else 0
         else:
-            received = self._sampler.received_batch
+            at, received = self._sampler.received_at
             if self._sampler.pad_last and received:
                 received = max(received, self.comm.size)
-        plan = self._plan(received) if received else None
-        if plan is None or num_own > plan.shares[0]:
+        plan = self._plan(received, at) if received else None
+        if plan is None or num_own > max(plan.shares):
             return self._num_passes(num_own)
-        if optimizer is not None and plan.num_passes > plan.shares[-1]:
+        if optimizer is not None and plan.num_passes > min(plan.shares):
             self._raise_if_forward_communicates(optimizer, plan)
         return plan.num_passes
 
     def _raise_if_forward_communicates(self, optimizer: MultiNodeOptimizer, plan: _Plan) -> None:
         """Raise on all ranks if layers would wait for ranks that make one pass less."""
-        most, least = plan.shares[0], plan.shares[-1]
+        most, least = max(plan.shares), min(plan.shares)
         for model in optimizer._models:
             for name, layer in model.named_modules():
                 if not (layer.training and _is_over_ranks(layer, self.comm.size)):
@@ -384,6 +404,32 @@ class GlobalBatch:
                     "multiple of it as global_batch, and drop_last=True. For a last batch with "
                     "fewer samples than ranks pad_last=True will do, too."
                 )
+
+    def _follow_speed(self, speed: SpeedShares, optimizer: Optimizer | None) -> None:
+        """Measure this step, and change the shares if it is time. *Collective.*
+
+        Raises UsageError: means over unequal shares would not be exact.
+        """
+        label, cure = self.comm.rank_label, "or leave shares='speed' out."
+        if self._sampler is None:
+            raise UsageError(
+                f"{label}: GlobalBatch(shares='speed') divides the batches of its own sampler, and "
+                f"there is none. Give the DataLoader batch_sampler=batch.sampler(dataset), {cure}"
+            )
+        if not isinstance(optimizer, MultiNodeOptimizer):
+            if self.comm.size > 1:
+                raise UsageError(
+                    f"{label}: GlobalBatch(shares='speed') gives ranks different numbers of "
+                    f"samples, by which {type(optimizer).__name__} does not weight them. Pass "
+                    f"micro_batches() the optimizer of create_multi_node_optimizer, {cure}"
+                )
+        elif optimizer.schedule.traits.has_own_steps:
+            raise UsageError(
+                f"{label}: GlobalBatch(shares='speed') with {optimizer.schedule.name}: each rank "
+                "steps with its own gradients, of its own number of samples, and the mean over "
+                f"the batch is not exact. Use every_step or double_buffering, {cure}"
+            )
+        speed.step_begins(self._sampler)
 
     def _raise_if_training(self) -> None:
         if torch.is_grad_enabled():

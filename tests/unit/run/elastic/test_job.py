@@ -2,7 +2,7 @@ import pytest
 
 from torchmn.errors import UnsupportedError, UsageError
 from torchmn.run.elastic.job import parse_elastic
-from torchmn.run.plan import RunOptions, plan_elastic, plan_job
+from torchmn.run.plan import RunOptions, as_elastic, plan_elastic
 from torchmn.run.start import dry_run_elastic
 
 
@@ -48,9 +48,13 @@ def test_launchers_with_fixed_hosts_raise() -> None:
         plan_elastic(run_options(launcher_args=("-x",)), {})
 
 
-def test_restarts_require_elastic() -> None:
-    with pytest.raises(UsageError, match="--max-restarts requires --elastic"):
-        plan_job(run_options(elastic=None, max_restarts=1), {})
+def test_restarts_alone_are_on_the_same_hosts() -> None:
+    for more, hosts in (({"num_ranks": 2}, "1:1"), ({"hosts": "a:2,b:2"}, "2:2")):
+        options = run_options(elastic=None, max_restarts=2, **more)
+        elastic, _ = plan_elastic(as_elastic(options, {}), {})
+        assert elastic.limits.max_restarts == 2
+        assert f"{elastic.limits.min_hosts}:{elastic.limits.max_hosts}" == hosts
+    assert as_elastic(run_options(elastic=None, max_restarts=0), {}).elastic is None
 
 
 def test_the_time_to_wait_for_hosts() -> None:

@@ -8,7 +8,16 @@ import pytest
 from torchmn.control import connection as channels
 from torchmn.control.authenticated_listener import AuthenticatedListener, connect_authenticated
 from torchmn.control.connection import Channel
-from torchmn.control.messages import HostHello, HostReady, Message, Restart, Round, Shutdown
+from torchmn.control.messages import (
+    HostHello,
+    HostLeaving,
+    HostReady,
+    JobOrder,
+    Message,
+    Restart,
+    Round,
+    Shutdown,
+)
 from torchmn.run.elastic.rendezvous import ROLE, Rendezvous
 from torchmn.run.elastic.rendezvous_state import (
     Decision,
@@ -16,6 +25,10 @@ from torchmn.run.elastic.rendezvous_state import (
     Limits,
     RendezvousState,
     UserMessage,
+)
+
+ORDER = JobOrder(
+    cwd="/", script="", grace_s=5.0, signal_grace_s=30.0, preemption="", env={"A": "1"}
 )
 
 
@@ -27,7 +40,7 @@ class Job:
         self._address = channels.address_of(listener)
         state = RendezvousState(["a", "b"], Limits(min_hosts=1, max_hosts=2), now=0.0)
         authenticated = AuthenticatedListener(listener, secret="s", role=ROLE)
-        self.rendezvous = Rendezvous(authenticated, state)
+        self.rendezvous = Rendezvous(authenticated, state, ORDER)
         self.decisions: list[Decision] = []
         self.hosts: list[Channel] = []
         self.now = 0.0
@@ -46,6 +59,14 @@ class Job:
         self.serve()
         self.hosts.append(connecting.result())
         return self.hosts[-1]
+
+    def enter(self, host: str) -> Channel:
+        """Join, and be ready for a round after the order."""
+        channel = self.join(host)
+        assert self.next_of(channel, JobOrder) == ORDER
+        channel.post(HostReady())
+        self.serve()
+        return channel
 
     def next_of(self, channel: Channel, kind: type[Message]) -> Message:
         while True:
@@ -69,7 +90,7 @@ def job() -> Iterator[Job]:
 
 
 def test_a_round_reaches_all_hosts_and_the_launcher(job: Job) -> None:
-    a, b = job.join("a"), job.join("b")
+    a, b = job.enter("a"), job.enter("b")
     found = job.next_of(a, Round)
     assert found == job.next_of(b, Round)
     assert job.decided(Round) == [found]
@@ -88,10 +109,10 @@ def test_a_stranger_is_told_why_and_sent_away(job: Job) -> None:
 
 def test_a_host_that_connects_again_was_lost(job: Job) -> None:
     """The others end their ranks, and both are in the next round."""
-    a = job.join("a")
-    job.join("b")
+    a = job.enter("a")
+    job.enter("b")
     job.next_of(a, Round)
-    again = job.join("b")
+    again = job.enter("b")
     assert job.decided(HostLost) == [HostLost(host="b", text="it connected again")]
     job.next_of(a, Restart)
     a.post(HostReady())
@@ -101,8 +122,8 @@ def test_a_host_that_connects_again_was_lost(job: Job) -> None:
 
 
 def test_a_host_whose_process_does_not_answer_is_lost(job: Job) -> None:
-    a = job.join("a")
-    job.join("b")
+    a = job.enter("a")
+    job.enter("b")
     job.next_of(a, Round)
     job.now = 40.0  # both were asked at 0
     job.serve()
@@ -116,3 +137,14 @@ def test_a_connection_that_ends(job: Job) -> None:
     while not job.decided(HostLost):
         job.serve()
     assert job.decided(HostLost) == [HostLost(host="b", text="its connection was closed")]
+
+
+def test_a_host_that_cannot_take_part_says_why(job: Job) -> None:
+    job.enter("a")
+    b = job.join("b")
+    b.post(HostLeaving(text="there is no folder /work"))
+    b.close()
+    while not job.decided(HostLost):
+        job.serve()
+    (lost,) = job.decided(HostLost)
+    assert lost == HostLost(host="b", text="there is no folder /work", has_left=True)

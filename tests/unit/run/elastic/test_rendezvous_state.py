@@ -19,7 +19,14 @@ VERSIONS = {"torch": "2.13"}
 class Play:
     """RendezvousState, a clock, and what was posted to whom."""
 
-    def __init__(self, *hosts: str, min_hosts: int = 1, max_hosts: int = 0, **more: float) -> None:
+    def __init__(
+        self,
+        *hosts: str,
+        min_hosts: int = 1,
+        max_hosts: int = 0,
+        is_open: bool = False,
+        **more: float,
+    ) -> None:
         limits = Limits(
             min_hosts=min_hosts,
             max_hosts=max_hosts or len(hosts),
@@ -27,12 +34,21 @@ class Play:
             join_timeout_s=more.pop("join_timeout_s", 60.0),
         )
         self.now = 0.0
-        self.rounds = RendezvousState(hosts, limits, now=0.0)
+        self.rounds = RendezvousState(hosts, limits, now=0.0, is_open=is_open)
 
-    def come(self, *hosts: str, versions: dict[str, str] = VERSIONS) -> None:
+    def come(self, *hosts: str, versions: dict[str, str] = VERSIONS, **more: object) -> str:
+        """They connect and are ready; the problem of the last one."""
+        problem = ""
         for host in hosts:
-            member = HostHello(host=host, slots=2, versions=versions)
-            self.rounds.on_host_joined(member, self.now)
+            member = HostHello(host=host, slots=2, versions=versions, **more)  # type: ignore[arg-type]
+            problem = self.rounds.on_host_joined(member)
+            if not problem:
+                self.arrive(host)
+        return problem
+
+    def join(self, *hosts: str, node_rank: int | None = None) -> str:
+        """As `come`, of hosts that the launcher has not started."""
+        return self.come(*hosts, joins=True, node_rank=node_rank)
 
     def arrive(self, host: str) -> None:
         self.rounds.on_host_ready(host, self.now)
@@ -225,13 +241,10 @@ def test_a_host_lost_after_it_has_finished_is_not_missed() -> None:
 
 def test_unauthenticated_clients_and_other_versions_are_sent_away() -> None:
     play = Play("a", "b")
-    play.come("z")
-    assert play.posted("z", Shutdown)
+    assert play.come("z") == "the job's hosts are a, b"
     play.come("a")
-    play.come("b", versions={"torch": "2.12"})
-    (leave,) = play.posted("b", Shutdown)
-    assert isinstance(leave, Shutdown)
-    assert "torch is 2.13 on a and 2.12 on b" in leave.text
+    problem = play.come("b", versions={"torch": "2.12"})
+    assert "torch is 2.13 on a and 2.12 on b" in problem
 
 
 def test_a_signal_reaches_all_hosts() -> None:
@@ -256,3 +269,99 @@ def test_other_limits_are_checked() -> None:
         Limits(min_hosts=1, max_hosts=1, max_restarts=-1)
     with pytest.raises(UsageError, match="must be a positive number, got 0"):
         Limits(min_hosts=1, max_hosts=1, join_timeout_s=0)
+
+
+def test_hosts_that_know_the_secret_join_an_open_job() -> None:
+    """At first those that come within seconds of each other; later ones after a checkpoint."""
+    play = Play("a", max_hosts=3, is_open=True)
+    play.come("a")
+    play.join("x")
+    assert play.round() is None
+    play.now = 4.0
+    play.join("b")
+    assert names(play.round()) == ["a", "x", "b"]
+    play.join("c")
+    play.rounds.on_checkpoint_saved(5, play.now)
+    assert play.round() is None  # there is no room
+    play.lose("x")
+    play.arrive("a")
+    play.arrive("b")
+    assert names(play.round()) == ["a", "b", "c"]
+
+
+def test_an_open_job_begins_some_seconds_after_the_last_host() -> None:
+    play = Play("a", max_hosts=3, is_open=True)
+    play.come("a")
+    play.join("b")
+    play.now = 4.9
+    play.rounds.tick(play.now)
+    assert play.round() is None
+    play.now = 5.1
+    play.rounds.tick(play.now)
+    assert names(play.round()) == ["a", "b"]
+
+
+def test_node_ranks_order_hosts_and_are_unique() -> None:
+    play = Play("a", min_hosts=3, max_hosts=3, is_open=True)
+    assert play.join("z", node_rank=1) == ""
+    assert play.join("y", node_rank=1) == "z has --node-rank 1: give each host another one"
+    play.join("y", node_rank=2)
+    play.come("a", node_rank=0)
+    assert names(play.round()) == ["a", "z", "y"]
+
+
+def test_a_second_host_of_the_same_name_is_refused() -> None:
+    play = Play("a", max_hosts=3, is_open=True)
+    play.join("b")
+    assert "a host named b takes part. Give each host another name" in play.join("b")
+
+
+def test_a_host_that_leaves_is_in_no_further_round() -> None:
+    """The ranks of all have saved and end by themselves, which is no failure; it may come again."""
+    play = Play("a", max_hosts=2, is_open=True, max_restarts=0)
+    play.come("a")
+    play.join("b")
+    assert names(play.round()) == ["a", "b"]
+    play.rounds.on_host_leaving("b", "AWS takes it")
+    assert play.rounds.will_continue
+    assert play.decided(UserMessage) == UserMessage(text="b leaves: AWS takes it.")
+    play.arrive("a")
+    play.arrive("b")
+    messages, decisions = play.rounds.drain_messages(), play.rounds.drain_decisions()
+    assert ("b", Shutdown(signum=signal.SIGTERM, text="")) in messages
+    (found,) = [each for each in decisions if isinstance(each, Round)]
+    assert names(found) == ["a"]
+    assert (found.num_restarts, found.reason) == (0, "b leaves: AWS takes it")
+    assert not play.rounds.will_continue
+    play.lose("b")
+    assert play.decided(HostLost) == HostLost(host="b", text="AWS takes it", has_left=True)
+    play.join("b")
+    play.rounds.on_checkpoint_saved(10, play.now)
+    play.arrive("a")
+    assert names(play.round()) == ["a", "b"]
+
+
+def test_a_host_that_leaves_before_its_ranks_have_saved() -> None:
+    play = Play("a", max_hosts=2, is_open=True, max_restarts=0)
+    play.come("a")
+    play.join("b")
+    play.rounds.on_host_leaving("b", "it received SIGTERM")
+    play.lose("b")
+    assert play.posted("a", Restart)
+    play.arrive("a")
+    assert names(play.round()) == ["a"]
+
+
+def test_a_host_that_cannot_run_the_job_disturbs_nobody() -> None:
+    play = Play("a", max_hosts=2, is_open=True)
+    play.come("a")
+    play.now = 6.0
+    play.rounds.tick(play.now)
+    assert names(play.round()) == ["a"]
+    member = HostHello(host="b", slots=2, versions=VERSIONS, joins=True)
+    assert play.rounds.on_host_joined(member) == ""
+    play.rounds.on_checkpoint_saved(3, play.now)  # b has not said yet that it is ready
+    play.rounds.on_host_leaving("b", "there is no folder /x")
+    play.lose("b")
+    assert not play.rounds.drain_messages()
+    assert not play.rounds.will_continue

@@ -300,8 +300,8 @@ def split_into_fragments(
     """
     if num_fragments > len(parameters):
         raise UsageError(
-            f"num_fragments={num_fragments}, but the optimizer trains {len(parameters)} parameters. "
-            "A fragment holds at least one: use fewer fragments."
+            f"num_fragments={num_fragments}, but {len(parameters)} parameters are trained. A "
+            "fragment holds at least one: use fewer fragments."
         )
     total = sum(parameter.nbytes for _, parameter in parameters)
     parts: list[list[NamedParameter]] = [[]]
@@ -328,7 +328,7 @@ def trained_and_frozen(
     """
     numbers = [(n, p) for n, p in parameters if p.is_floating_point() or p.is_complex()]
     names = {n for n, p in numbers if n in known or is_trained(p)} or {n for n, _ in numbers}
-    frozen = [p for n, p in numbers if n not in names]
+    frozen: list[Tensor] = [p for n, p in numbers if n not in names]
     return [(n, p) for n, p in numbers if n in names], frozen
 
 

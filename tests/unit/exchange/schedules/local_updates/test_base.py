@@ -511,7 +511,7 @@ def test_invalid_values_for_this_world() -> None:
     def rank_main(comm):
         with pytest.raises(UsageError, match="less than one for each of the 2 workers"):
             wrap(comm, PeriodicAverage(1))
-        with pytest.raises(UsageError, match="num_fragments=5, but the optimizer has 4 parameters"):
+        with pytest.raises(UsageError, match="num_fragments=5, but 4 parameters are trained"):
             wrap(comm, PeriodicAverage(8, num_fragments=5))
 
     run_ranks(rank_main, 2)

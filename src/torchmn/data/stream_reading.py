@@ -1,0 +1,187 @@
+"""Reading a stream on one rank: batch by batch, with its position, from which it can continue.
+
+The position has the state of what keeps one: a loader such as torchdata's StatefulDataLoader, or a
+data set with ``state_dict`` that this process itself reads. Of other streams the batches that were
+seen are read again and left out. They are the same only if the stream draws the same numbers again,
+so the generators begin as they did then, and the first and the last of these batches are compared.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any, NamedTuple, TypedDict
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from torchmn.base.errors import UsageError
+from torchmn.base.torch_private import tree_map
+from torchmn.data.global_sampler import EmptyBatchCollate
+from torchmn.data.sampler_randomness import capture, replayed
+from torchmn.data.scatter import shard_bounds
+
+END = object()
+"""In place of a batch after the last one."""
+
+
+class StreamPosition(TypedDict, total=False):
+    """Where a stream continues.
+
+    ``stream`` is its own state. Without one, ``randomness`` and ``digests`` let it be read again
+    from its beginning and compared.
+    """
+
+    stream: Any
+    randomness: dict[str, Any]
+    digests: list[str]
+
+
+class StreamReading:
+    """One pass over a stream, on a rank that reads it. Local.
+
+    Args:
+        source: a loader or another iterable of batches.
+        num_seen: number of batches before the position with which the pass begins.
+        position: where it begins; None for the beginning of the stream.
+        beginning: the ``beginning`` of an earlier pass, which has begun at a position.
+
+    Raises UsageError: the stream cannot continue there.
+    """
+
+    def __init__(
+        self,
+        source: Iterable[Any],
+        num_seen: int = 0,
+        position: StreamPosition | None = None,
+        beginning: Any = None,
+    ) -> None:
+        own = getattr(source, "generator", None)
+        drawing = SimpleNamespace(generator=own, sampler=getattr(source, "dataset", None))
+        self._holder = _holder(source)
+        self._randomness = capture(drawing)
+        self._digests = ["", ""]
+        self.beginning = beginning
+        """State of a data set that begins each pass at the state that it has loaded, before that;
+        None if none was loaded."""
+        if position is None:
+            if beginning is not None:
+                self._holder.load_state_dict(beginning)
+                self.beginning = None
+            self._batches = iter(source)
+        elif "stream" in position and self._holder is not None:
+            if self._holder is not source and beginning is None:
+                self.beginning = copy.deepcopy(self._holder.state_dict())
+            self._holder.load_state_dict(position["stream"])
+            with replayed(self._randomness, drawing):  # whose seed of workers was drawn before
+                self._batches = iter(source)
+            self._randomness, self._digests = position["randomness"], [*position["digests"]]
+        else:
+            self._randomness = position["randomness"]
+            with replayed(self._randomness, drawing):
+                self._batches = iter(source)
+                for _ in range(num_seen):
+                    self.read()
+            if self._digests != position["digests"]:
+                raise UsageError(
+                    "scatter_loader: the state was saved in the middle of a pass over a stream, "
+                    f"and the {num_seen} batches before it, which were read again, are others: the "
+                    "stream has changed, or draws random numbers in the process that trains. Let "
+                    "it have a generator of its own, seeded in __iter__; read it by workers "
+                    "(num_workers=1); give the data set state_dict() and load_state_dict(); or "
+                    "save and resume between two passes."
+                )
+
+    def read(self) -> Any:
+        """The next batch, or `END`. Raises what the stream raises."""
+        batch = next(self._batches, END)
+        if batch is not END:
+            self._digests[1] = batch.digest if isinstance(batch, Parts) else _digest(batch)
+            self._digests[0] = self._digests[0] or self._digests[1]
+        return batch
+
+    def position(self) -> StreamPosition:
+        """The position after the batches read so far."""
+        own = StreamPosition(randomness=self._randomness, digests=[*self._digests])
+        if self._holder is not None:
+            own["stream"] = copy.deepcopy(self._holder.state_dict())
+        return own
+
+
+def _holder(source: Any) -> Any:
+    """What keeps the position of a stream: the loader, or its data set; None if nothing does."""
+    found = [source]
+    if isinstance(source, DataLoader) and source.num_workers == 0:  # else workers have copies
+        found.append(source.dataset)
+    for each in found:
+        if hasattr(each, "state_dict") and hasattr(each, "load_state_dict"):
+            try:
+                inspect.signature(each.state_dict).bind()
+            except TypeError:  # it wants to be told what was read, as that of litdata
+                continue
+            return each
+    return None
+
+
+class Parts(NamedTuple):
+    """The batches of all ranks, as `PartsCollate` makes them."""
+
+    digest: str
+    """Of the whole batch: it is the same for any number of ranks."""
+    batches: list[tuple[int, Any]]
+    """The number of samples and the batch of each rank."""
+
+
+def entries_of(batch: Any) -> list[str]:
+    """Texts and numbers of a batch, at most 64 of each tensor. Local; never raises."""
+    found: list[str] = []
+
+    def add(leaf: Any) -> None:
+        if isinstance(leaf, (Tensor, np.ndarray)):
+            flat = leaf.reshape(-1)
+            found.extend(map(str, flat[:: max(1, len(flat) // 64)].tolist()))
+        else:
+            found.append(str(leaf) if isinstance(leaf, (str, int, float)) else type(leaf).__name__)
+
+    with suppress(Exception):  # of a tensor of a rare kind, or a user's class
+        tree_map(add, batch)
+    return found
+
+
+def _digest(batch: Any) -> str:
+    return hashlib.sha256(repr(entries_of(batch)).encode()).hexdigest()
+
+
+class PartsCollate:
+    """Makes the batch of each rank out of the samples of a whole batch, where they are read."""
+
+    def __init__(self, collate_fn: Callable[[list[Any]], Any], size: int) -> None:
+        self.collate_fn, self.size = collate_fn, size
+
+    def __call__(self, samples: list[Any]) -> Parts:
+        """Return the parts of all ranks, the larger ones first."""
+        collate = EmptyBatchCollate(samples, self.collate_fn)
+        parts = []
+        for rank in range(self.size):
+            begin, end = shard_bounds(len(samples), self.size, rank, force_equal_length=False)
+            batch: Any = None
+            try:
+                batch = collate(samples[begin:end])
+            except UsageError as error:
+                if end > begin:
+                    raise
+                batch = NoRows(str(error))  # which an evaluation does not need
+            parts.append((end - begin, batch))
+        return Parts(_digest([samples[0], samples[-1]]), parts)
+
+
+class NoRows:
+    """In place of a batch of 0 rows that cannot be made."""
+
+    def __init__(self, why: str) -> None:
+        self.why = why
