@@ -46,7 +46,8 @@ def main() -> int:
     # After BENCH_SMOKE is set.
     import torch
     from gpu import kernels
-    from gpu.parts import NUM_RANKS, PARTS as MEASURED, Run, shared_gpu
+    from gpu.parts import NUM_RANKS, Run, shared_gpu
+    from gpu.parts import PARTS as MEASURED
 
     run = Run(arguments.total, "gloo" if arguments.smoke else "nccl", arguments.nccl)
     is_shared = not arguments.smoke and len(facts["gpus"]) < NUM_RANKS  # type: ignore[arg-type]

@@ -14,12 +14,12 @@ import io
 import json
 import math
 import sys
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+import tomllib
 import torch
 from matplotlib import pyplot
 from matplotlib.patches import FancyBboxPatch, Rectangle

@@ -129,7 +129,9 @@ def memory(comm: Any, model: str, sides: list[str]) -> dict[str, Any]:
         synchronize(comm.device)
         nbytes = sum(p.nbytes for p in training.model.parameters())
         steady = _allocated(comm.device)
-        peak = torch.cuda.max_memory_allocated(comm.device) if comm.device.type == "cuda" else steady
+        peak = (
+            torch.cuda.max_memory_allocated(comm.device) if comm.device.type == "cuda" else steady
+        )
         found[side] = {"peak": peak - before, "steady": steady - before, "parameters": nbytes}
         close = getattr(training.optimizer, "close", lambda: None)
         close()

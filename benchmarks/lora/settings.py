@@ -66,7 +66,12 @@ SIDES: tuple[Side, ...] = (
     diloco(20, LEARNING_RATE, overlap=1),
 )
 CANDIDATES: tuple[Side, ...] = tuple(
-    Side(name=f"{side.name}, rate {rate:g}", build=side.build, learning_rate=rate, options=side.options)
+    Side(
+        name=f"{side.name}, rate {rate:g}",
+        build=side.build,
+        learning_rate=rate,
+        options=side.options,
+    )
     for rate in (1e-3, 2e-3, 4e-3)
     for side in (SIDES[1], diloco(10, rate), diloco(20, rate))
 )

@@ -9,7 +9,6 @@ batches of 0 rows until all have ended.
 from __future__ import annotations
 
 import time
-import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar, cast
@@ -18,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from torchmn.base.errors import DataError, UsageError
+from torchmn.base.errors import DataError, ResultWarning, UsageError
 from torchmn.base.torch_private import tree_map
+from torchmn.base.warn import warn
 from torchmn.comm.collectives import allgather_for, scatter_for
 from torchmn.data import rank_seeds
 from torchmn.data.batch_rows import rows_of
@@ -401,12 +401,12 @@ class ScatteredStream(CountedPasses):
     def _warn_if_equal(self, firsts: Sequence[str]) -> None:
         own = firsts[self._comm.rank]
         if own and (other := firsts.index(own)) < self._comm.rank:
-            warnings.warn(
+            warn(
                 f"{self._comm.rank_label}: this rank and rank {other} have read the same first "
                 "batch of a stream. With read_by='each_rank' the data set of each rank must yield "
                 "its own share, as after split_dataset_by_node or webdataset's split_by_node. If "
                 "it yields all samples, pass read_by='rank_0'.",
-                stacklevel=2,
+                ResultWarning,
             )
 
 

@@ -72,7 +72,9 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 class Loop:
     """Training as users write it, in one process or, ``on_ranks``, with each rank's rows."""
 
-    def __init__(self, model: nn.Module, make: Make = sgd, *, on_ranks: bool = True, **options: Any):
+    def __init__(
+        self, model: nn.Module, make: Make = sgd, *, on_ranks: bool = True, **options: Any
+    ):
         self.model, self.is_on_ranks = model, on_ranks
         self.optimizer: Any = make(model)
         if on_ranks:

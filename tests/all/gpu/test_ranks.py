@@ -90,9 +90,7 @@ def test_sharded_models_over_nccl(function: str) -> None:
 
 @on_gpu
 @pytest.mark.parametrize("over", ["gloo", NCCL])
-def test_segments_of_the_allocator_that_grow(
-    over: Over, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_segments_of_the_allocator_that_grow(over: Over, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     run_work("codec_int8", over)
 

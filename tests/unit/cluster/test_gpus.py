@@ -121,9 +121,7 @@ def test_no_devices(tmp_path: Path) -> None:
         (1, 0, False, "NCCL needs a GPU for each of the 1 rank"),
     ],
 )
-def test_why_nccl_refuses_ranks(
-    num_ranks: int, num_gpus: int, may_share: bool, text: str
-) -> None:
+def test_why_nccl_refuses_ranks(num_ranks: int, num_gpus: int, may_share: bool, text: str) -> None:
     found = shared_gpu_problem(num_ranks, num_gpus, may_share=may_share)
     assert found.endswith(text)
     assert bool(found) == bool(text)

@@ -239,7 +239,6 @@ class RunsOut(nn.Module):
 
 
 class Raises(torch.autograd.Function):
-
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
         return x.clone()

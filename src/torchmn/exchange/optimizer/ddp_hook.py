@@ -360,9 +360,7 @@ def _connect(group: Any, device: torch.device, timeout_s: float) -> Communicator
         size,
         timeout_s=timeout_s,
         cuda_device=cuda_device,
-        supports_nccl=not shared_gpu_problem(
-            size, num_gpus, may_share=may_share_gpus(os.environ)
-        ),
+        supports_nccl=not shared_gpu_problem(size, num_gpus, may_share=may_share_gpus(os.environ)),
     )
     return Communicator(
         FlatRoute, transport, Topology(hosts), device=device, timeout_s=timeout_s, trust=Trust()

@@ -33,9 +33,7 @@ def compare(device: str) -> int:
         generator = torch.Generator().manual_seed(bits + len(sizes))
         values = torch.randn(stripe.end, generator=generator, dtype=dtype)
         residual = torch.randn(stripe.end, generator=generator, dtype=dtype)
-        codec = Quantized(
-            bits, block_length=96 if 700 in sizes else 512, stochastic=is_stochastic
-        )
+        codec = Quantized(bits, block_length=96 if 700 in sizes else 512, stochastic=is_stochastic)
         for lost in (residual, None):
             _compare(device, codec, stripe, values, lost)
             num_cases += 1

@@ -52,6 +52,7 @@ def staged(rank: int, store: HashStore, size: int, streams: FakeStreams | None =
 
     def adopt(x: torch.Tensor) -> torch.Tensor:
         return streams.device.adopt(x) if streams and x.numel() else x
+
     peers = [peer for peer in range(size) if peer != rank]
 
     def values(source: int, target: int, turn: int) -> list[torch.Tensor]:

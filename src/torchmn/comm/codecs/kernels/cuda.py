@@ -16,7 +16,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Hashable
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
