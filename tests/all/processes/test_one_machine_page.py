@@ -15,7 +15,7 @@ from tests.all.processes.runner import MARK, PYTHON_PATH, Runner
 from tests.limits import limit
 from tests.project.snippets import blocks
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(240)]
 
 PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "one-machine-with-gpus.md"
 LINE = re.compile(r"epoch (\d) +loss ([\d.]+) +accuracy ([\d.]+)")
