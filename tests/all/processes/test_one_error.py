@@ -252,12 +252,24 @@ def test_a_quiet_job(runner: Runner) -> None:
     assert first.startswith("torchmn: 2 ranks with gloo on ")
     of_all = ["[0] torchmn: of all", "[1] torchmn: of all"]
     assert sorted(lines) == ["[0] of rank 0", "[0] torchmn: a note", *of_all]
-    for done in (
-        runner.run("-q", "-n", "2", "--backend", "gloo", script, limit_s=50, TORCHMN_LOG="debug"),
-        runner.run("-n", "2", "--backend", "gloo", script, limit_s=50, TORCHMN_LOG="warning"),
-    ):
-        assert sorted(done.stdout.splitlines()) == ["[0] trained", "[1] trained"]
-        assert sorted(done.stderr.splitlines()) == ["[0] of rank 0", *of_all]
+    quiet = runner.run(
+        *("-q", "-n", "2", "--backend", "gloo", script), limit_s=50, TORCHMN_LOG="debug"
+    )
+    assert sorted(quiet.stdout.splitlines()) == ["[0] trained", "[1] trained"]
+    assert sorted(quiet.stderr.splitlines()) == ["[0] of rank 0", *of_all]
     debug = runner.run("-n", "2", "--backend", "gloo", script, limit_s=50, TORCHMN_LOG="debug")
     assert "[0] torchmn: communicator of 2 ranks: {'route': 'naive'" in debug.stderr
     assert "[1] torchmn: communicator" not in debug.stderr
+
+
+def test_an_elastic_job_shows_the_error_before_each_restart(runner: Runner) -> None:
+    words = ("--hosts", "localhost:2", "--elastic", "1:1", "--max-restarts", "1")
+    script = runner.script("def main():\n    raise ValueError('the cause')\nmain()\n")
+    done = runner.run(*words, "--backend", "gloo", script, limit_s=50)
+    assert done.returncode == 1
+    lines = [line[4:] for line in done.stderr.splitlines()]
+    assert lines.count("ValueError: the cause") == 2  # of one rank in each round
+    first, second = (line for line in done.stderr.splitlines() if "failed with exit code 1" in line)
+    assert re.search(r"round1/rank\d\.log; restart 1 of 1: continuing with 2 ranks", first)
+    assert "all 1 restarts are used up" in second
+    assert re.search(r"round2/rank\d\.log\.$", second)
