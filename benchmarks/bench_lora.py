@@ -111,7 +111,7 @@ def measure(
     steps = steps or settings.TURN_STEPS
     taken: list[dict[str, Any]] = []
     with netlab(2, FAST_RATE, cores=one_core_each(2)) as lab:
-        job = start_ranks([SCRIPT, "worker"], lab, variables=VARIABLES)
+        job = start_ranks([SCRIPT, "worker"], lab, variables={**VARIABLES, "PYTHONHASHSEED": "0"})
 
         def ask(command: str, **words: object) -> list[dict[str, Any]]:
             return request(job, json.dumps({"command": command, **words}))

@@ -97,7 +97,7 @@ def _validate(
     training.flush()
     training.model.eval()
     losses = [
-        float(training.model(input_ids=part, labels=part).loss) for part in texts[half][1].split(16)
+        training.model(input_ids=part, labels=part).loss.item() for part in texts[half][1].split(16)
     ]
     training.model.train()
     return {"loss": sum(losses) / len(losses)}
@@ -127,7 +127,7 @@ def _torchmn(side: Side, model: nn.Module, inner: torch.optim.Optimizer) -> Trai
     import torchmn
 
     comm = torchmn.create_communicator()
-    schedule: Any = "every_step"
+    schedule: Any = side.options.get("schedule")
     if block := side.options.get("block"):
         schedule = torchmn.schedules.DiLoCo.recommended(
             block * BATCH, overlap_steps=side.options["overlap"]
@@ -195,7 +195,7 @@ def pretrain(path: Path) -> None:
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         adamw.step()
-    print(f"the base model has a loss of {float(loss):.3f} on {settings.PRETRAINED_ON}", flush=True)
+    print(f"the base model has a loss of {loss.item():.3f} on {settings.PRETRAINED_ON}", flush=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(model.state_dict(), path)
 
