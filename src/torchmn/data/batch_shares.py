@@ -3,48 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 
-class BatchShares(Protocol):
-    """Decides how many samples of a batch each rank gets. Local, and the same on all ranks."""
+class BatchShares:
+    """Decides how many samples of a batch each rank gets. Local, and the same on all ranks.
 
-    def sizes(self, batch_size: int, at: int) -> Sequence[int]:
-        """The samples of each rank, of a batch that begins after ``at`` samples of the training."""
+    Here they differ by at most one sample; the first ranks have one more if it is uneven.
 
-    def begin_pass(self, *, has_trained: bool) -> None:
-        """A pass over the data begins; ``has_trained``: the one before gave batches to train."""
-
-    def state_at(self, at: int) -> list[list[int]]:
-        """What decides on the batches after ``at`` samples; empty if there is nothing to save."""
-
-    def load_state(self, state: Sequence[Sequence[int]]) -> None:
-        """Continue from `state_at`, of any number of ranks."""
-
-
-class EqualShares:
-    """Shares differ by at most one sample; the first ranks have one more if it is uneven.
-
-    >>> EqualShares(3).sizes(8, at=0)
+    >>> BatchShares(3).sizes(8, at=0)
     [3, 3, 2]
     """
 
     def __init__(self, num_ranks: int) -> None:
-        self._weights = [1] * num_ranks
+        self._equal = [1] * num_ranks
 
     def sizes(self, batch_size: int, at: int) -> list[int]:
-        """See `BatchShares.sizes`."""
-        return in_proportion(batch_size, self._weights)
-
-    def begin_pass(self, *, has_trained: bool) -> None:
-        """See `BatchShares.begin_pass`."""
+        """The samples of each rank, of a batch that begins after ``at`` samples of the training."""
+        return in_proportion(batch_size, self._equal)
 
     def state_at(self, at: int) -> list[list[int]]:
-        """See `BatchShares.state_at`."""
+        """What decides on the batches after ``at`` samples; empty if there is nothing to save."""
         return []
 
     def load_state(self, state: Sequence[Sequence[int]]) -> None:
-        """See `BatchShares.load_state`."""
+        """Continue from `state_at`, of any number of ranks."""
 
 
 def in_proportion(total: int, weights: Sequence[int]) -> list[int]:

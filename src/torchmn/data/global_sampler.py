@@ -20,7 +20,7 @@ from torchmn.base.errors import CheckpointWarning, UsageError
 from torchmn.base.warn import warn
 from torchmn.comm.training_start import training_steps
 from torchmn.data.batch_settings import BatchSettings, HasBatchSettings
-from torchmn.data.batch_shares import BatchShares, EqualShares
+from torchmn.data.batch_shares import BatchShares
 from torchmn.data.counted_loader import PassSampler
 from torchmn.data.dataset_comparison import raise_if_datasets_differ
 from torchmn.data.divided_batches import LoaderPass, divided_batches
@@ -155,7 +155,7 @@ class GlobalSampler(PassSampler):
         self.size = comm.size
         super().__init__(comm, "GlobalSampler")
         divided_batches(comm).note()
-        self.shares: BatchShares = EqualShares(comm.size)
+        self.shares = BatchShares(comm.size)
         """How a batch is divided among the ranks."""
         self.batch: HasBatchSettings | None = None
         """The `GlobalBatch` that has made this sampler, if one has."""
@@ -251,9 +251,6 @@ class GlobalSampler(PassSampler):
     def _started(self, one_pass: LoaderPass) -> None:
         # The DataLoader of a loop with workers requests two iterators before it draws.
         last = self._pass
-        self.shares.begin_pass(
-            has_trained=last is not None and last.has_ended and last.num_parts > 0
-        )
         self._is_ahead = not one_pass.is_of_loader and last is not None and last.num_drawn == 0
         self._start = self._reached(is_left=True)
         self._num_steps_before = training_steps(self._comm).count

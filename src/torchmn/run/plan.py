@@ -160,11 +160,6 @@ class RunOptions:
         return (*self.exported, *own)
 
     @property
-    def log_folder(self) -> Path:
-        """The folder in which the run makes its own."""
-        return self.log_dir or LOG_DIR
-
-    @property
     def names_hosts(self) -> bool:
         """Whether the options name the hosts, which otherwise are those of a scheduler's job."""
         return self.hosts is not None or self.hostfile is not None
@@ -183,7 +178,7 @@ class RunOptions:
             launcher_args=self.launcher_args,
             exported=tuple(text.partition("=")[0] for text in self._all_exported),
             backend=backend,
-            log_dir=self.log_folder,
+            log_dir=self.log_dir or LOG_DIR,
             preemption=checked_source(self.preemption),
             keep_logs=self.keep_logs,
             grace_s=FAILURE_GRACE_S if self.grace_s is None else self.grace_s,

@@ -64,7 +64,7 @@ class TestJoining:
         first.wait_for("in round 2")
         first.wait_until(lambda: len(first.steps_of(2)) > 5)
         second.process.send_signal(signal.SIGTERM)
-        first.wait_for("in round 3")
+        first.wait_until(lambda: first.steps_of(3))
         assert second.end() == 0, second.text
         (tmp_path / "enough").touch()
         assert first.end() == 0, first.text
@@ -153,7 +153,7 @@ class TestJoining:
         try:
             first.wait_for("[0] step 5")
             (tmp_path / "notice").touch()
-            first.wait_for("in round 2")
+            first.wait_until(lambda: first.steps_of(2))
             assert second.end() == 0, second.text
             (tmp_path / "enough").touch()
             assert first.end() == 0, first.text

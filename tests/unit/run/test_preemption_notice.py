@@ -17,7 +17,7 @@ from torchmn.run.preemption_notice import (
     NoticeWatcher,
     checked_source,
     notice_now,
-    source_of,
+    notices,
 )
 
 
@@ -82,22 +82,22 @@ def cloud(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cloud]:
 
 def test_aws_by_a_token(cloud: Cloud) -> None:
     cloud.required = {"X-aws-ec2-metadata-token": "token-1"}
-    source = source_of(f"aws={cloud.url}")
-    assert source.ask() == ""
+    source = notices(f"aws={cloud.url}")
+    assert next(source) == ""
     text = json.dumps({"action": "terminate", "time": "2027-01-02T08:22:00Z"})
     cloud.answers["/latest/meta-data/spot/instance-action"] = (200, text)
-    assert source.ask() == "AWS will terminate it at 2027-01-02T08:22:00Z"
+    assert next(source) == "AWS will terminate it at 2027-01-02T08:22:00Z"
     assert [each for each in cloud.requests if "PUT" in each] == ["PUT /latest/api/token"]
 
 
-def test_aws_renews_a_token_that_is_no_longer_valid(cloud: Cloud) -> None:
-    source = source_of(f"aws={cloud.url}")
-    assert source.ask() == ""
+def test_aws_a_token_that_is_no_longer_valid(cloud: Cloud) -> None:
+    source = notices(f"aws={cloud.url}")
+    assert next(source) == ""
     cloud.required = {"X-aws-ec2-metadata-token": "another"}
     with pytest.raises(OSError, match="401"):
-        source.ask()
+        next(source)
     cloud.required = {}
-    assert source.ask() == ""
+    assert next(notices(f"aws={cloud.url}")) == ""
     assert cloud.requests.count("PUT /latest/api/token") == 2
 
 
@@ -105,12 +105,12 @@ def test_google_answers_when_the_value_changes(cloud: Cloud) -> None:
     path = "/computeMetadata/v1/instance/preempted"
     cloud.required = {"Metadata-Flavor": "Google"}
     cloud.answers[path] = (200, "FALSE")
-    source = source_of(f"gcp={cloud.url}/")
-    assert source.ask() == ""
+    source = notices(f"gcp={cloud.url}/")
+    assert next(source) == ""
     cloud.answers[path] = (200, "TRUE")
     timer = threading.Timer(0.2, cloud.changed.set)
     timer.start()
-    assert source.ask() == "Google Cloud preempts it"
+    assert next(source) == "Google Cloud preempts it"
     timer.join()
     assert cloud.requests == [
         f"GET {path}",
@@ -125,30 +125,30 @@ def test_azure_counts_the_events_of_this_machine_that_end_it(cloud: Cloud) -> No
         {"EventType": "Preempt", "Resources": ["vm-2"], "NotBefore": ""},
         {"EventType": "Freeze", "Resources": ["vm-3"], "NotBefore": ""},
     ]
-    source = source_of(f"azure={cloud.url}")
+    source = notices(f"azure={cloud.url}")
     cloud.answers["/metadata/scheduledevents"] = (200, json.dumps({"Events": events}))
-    assert source.ask() == ""
+    assert next(source) == ""
     when = "Mon, 19 Sep 2027 18:29:47 GMT"
     events += [{"EventType": "Preempt", "Resources": ["vm-3"], "NotBefore": when}]
     cloud.answers["/metadata/scheduledevents"] = (200, json.dumps({"Events": events}))
-    assert source.ask() == f"Azure announces Preempt of vm-3, not before {when}"
+    assert next(source) == f"Azure announces Preempt of vm-3, not before {when}"
 
 
 def test_a_file_with_its_first_line(tmp_path: Path) -> None:
     path = tmp_path / "stop"
-    source = source_of(str(path))
-    assert source.ask() == ""
+    source = notices(str(path))
+    assert next(source) == ""
     path.touch()
-    assert source.ask() == f"the file {path} is there"
+    assert next(source) == f"the file {path} is there"
     path.write_text("maintenance at noon\nmore\n")
-    assert source.ask() == f"the file {path} is there (maintenance at noon)"
+    assert next(source) == f"the file {path} is there (maintenance at noon)"
 
 
 def test_what_can_be_no_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnknownNameError, match="aws"):
-        source_of("oracle=http://169.254.169.254")
+        notices("oracle=http://169.254.169.254")
     with pytest.raises(UnknownNameError, match="gcp"):
-        source_of("http://169.254.169.254/latest")
+        notices("http://169.254.169.254/latest")
     monkeypatch.chdir(tmp_path)
     assert checked_source("") == ""
     assert checked_source("aws") == "aws"
@@ -161,6 +161,15 @@ def test_what_can_be_no_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def next_of(watcher: NoticeWatcher) -> tuple[str, str]:
     assert select.select([watcher], [], [], limit(30))[0]
     return watcher.read()
+
+
+def test_a_token_is_renewed_in_time(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The iterator ends before the token does, and the watcher makes another one."""
+    source = notices(f"aws={cloud.url}")
+    assert next(source) == ""
+    now = time.monotonic()
+    monkeypatch.setattr("torchmn.run.preemption_notice.time.monotonic", lambda: now + 11_000)
+    assert next(source, None) is None
 
 
 def test_an_address_that_does_not_answer_is_reported_once(
@@ -183,10 +192,10 @@ def test_an_address_that_does_not_answer_is_reported_once(
     assert f"--preemption aws={cloud.url} on " in problem
     assert "does not answer: " in problem
     deadline = time.monotonic() + limit(30)
-    while len(pauses) < 5:
+    while len(pauses) < 6:
         assert time.monotonic() < deadline
         plain_sleep(0.01)
-    assert pauses[:5] == [10.0, 20.0, 40.0, 60.0, 60.0]
+    assert pauses[:6] == [4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
     assert not select.select([watcher], [], [], 0)[0]
     cloud.answers[path] = (200, '{"action": "stop", "time": "soon"}')
     assert next_of(watcher) == ("AWS will stop it at soon", "")

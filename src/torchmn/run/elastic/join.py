@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Mapping
 from contextlib import closing
+from pathlib import Path
 
 from torchmn.base.errors import LaunchError
 from torchmn.base.log import Log
@@ -50,7 +51,7 @@ def join_job(options: RunOptions, env: Mapping[str, str]) -> int:
     slots = sum(each.slots for each in assign_slots(options, None, num_gpus=count_gpus(env)))
     _, _, limit_s = parse_elastic(options.elastic or "1:1")
     here = socket.gethostname()
-    job = Job(argv=options.argv, num_ranks=slots, backend="gloo", log_dir=options.log_folder)
+    job = Job(argv=options.argv, num_ranks=slots, backend="gloo", log_dir=Path())
     base = worker_environment(job, env)
     order = RunHost(
         host=here,

@@ -27,7 +27,7 @@ from torchmn.comm import Communicator
 from torchmn.comm.collective_checks import raise_if_values_differ
 from torchmn.comm.training_start import training_steps
 from torchmn.data.batch_settings import BatchSettings
-from torchmn.data.batch_shares import BatchShares, EqualShares
+from torchmn.data.batch_shares import BatchShares
 from torchmn.data.global_sampler import GlobalSampler
 from torchmn.data.scatter import shard_bounds
 from torchmn.data.sub_dataset import SizedDataset
@@ -139,7 +139,7 @@ class GlobalBatch:
         self.comm = comm
         self._sampler: GlobalSampler | None = None
         self._speed = SpeedShares(comm) if shares == "speed" else None
-        self._shares: BatchShares = self._speed or EqualShares(comm.size)
+        self._shares = self._speed or BatchShares(comm.size)
         self._num_counted = 0
         share = -(-global_batch // comm.size)
         if accumulation is not None and accumulation > share:
@@ -410,26 +410,30 @@ class GlobalBatch:
 
         Raises UsageError: means over unequal shares would not be exact.
         """
-        label, cure = self.comm.rank_label, "or leave shares='speed' out."
-        if self._sampler is None:
-            raise UsageError(
-                f"{label}: GlobalBatch(shares='speed') divides the batches of its own sampler, and "
-                f"there is none. Give the DataLoader batch_sampler=batch.sampler(dataset), {cure}"
+        problem, sampler = "", self._sampler
+        if sampler is None:
+            problem = (
+                "divides the batches of its own sampler, and there is none. Give the DataLoader "
+                "batch_sampler=batch.sampler(dataset)"
             )
-        if not isinstance(optimizer, MultiNodeOptimizer):
-            if self.comm.size > 1:
-                raise UsageError(
-                    f"{label}: GlobalBatch(shares='speed') gives ranks different numbers of "
-                    f"samples, by which {type(optimizer).__name__} does not weight them. Pass "
-                    f"micro_batches() the optimizer of create_multi_node_optimizer, {cure}"
+        elif isinstance(optimizer, MultiNodeOptimizer):
+            if optimizer.schedule.traits.has_own_steps:
+                problem = (
+                    f"and {optimizer.schedule.name}: each rank steps with its own gradients, so "
+                    "that the mean over the batch is not exact. Use every_step or double_buffering"
                 )
-        elif optimizer.schedule.traits.has_own_steps:
-            raise UsageError(
-                f"{label}: GlobalBatch(shares='speed') with {optimizer.schedule.name}: each rank "
-                "steps with its own gradients, of its own number of samples, and the mean over "
-                f"the batch is not exact. Use every_step or double_buffering, {cure}"
+        elif self.comm.size > 1:
+            problem = (
+                "gives ranks different numbers of samples, by which "
+                f"{type(optimizer).__name__} does not weight them. Pass micro_batches() the "
+                "optimizer of create_multi_node_optimizer"
             )
-        speed.step_begins(self._sampler)
+        if sampler is None or problem:
+            raise UsageError(
+                f"{self.comm.rank_label}: GlobalBatch(shares='speed') {problem}, or leave shares= "
+                "out."
+            )
+        speed.step_begins(sampler)
 
     def _raise_if_training(self) -> None:
         if torch.is_grad_enabled():

@@ -26,7 +26,7 @@ from torchmn.base.events import Observer
 from torchmn.base.torch_private import current_graph_task_id
 from torchmn.comm import Communicator
 from torchmn.comm.collectives import allgather_for
-from torchmn.data.batch_shares import in_proportion
+from torchmn.data.batch_shares import BatchShares, in_proportion
 from torchmn.data.global_sampler import GlobalSampler
 from torchmn.record.timeline import Mark, StepClock, clock_of
 
@@ -35,41 +35,28 @@ MIN_GAIN = 0.05
 _SCALE = 1 << 20  # of the proportions, as integers
 
 
-class SpeedShares:
+class SpeedShares(BatchShares):
     """The shares of a `GlobalBatch`, which follow the speeds of its ranks.
 
     The shares of a batch depend on its place in the data alone: `_changes` has the place from which
     on each division holds, which is the same on all ranks.
     """
 
-    def __init__(self, comm: Communicator, clock: StepClock | None = None) -> None:
+    def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self._changes = [(0, [1] * comm.size)]
-        self._time = _OwnTime(clock or clock_of(comm.device.type))
+        self._time = _OwnTime(clock_of(comm.device.type))
         events.add(self._time)
         weakref.finalize(self, events.remove, self._time)
-        self._measured: list[bool] = []  # of the steps that the clock knows, whether they count
         self._num_measured = 0
-        self._has_measured = False
-
-    # ---- what a sampler asks ----
 
     def sizes(self, batch_size: int, at: int) -> list[int]:
         """See `BatchShares.sizes`. Each rank has a sample, if there are so many."""
-        sizes = in_proportion(batch_size, self._weights_at(at))
+        sizes = in_proportion(batch_size, self._changes[self._index_at(at)][1])
         while 0 in sizes and max(sizes) > 1:
             sizes[sizes.index(max(sizes))] -= 1
             sizes[sizes.index(0)] += 1
         return sizes
-
-    def begin_pass(self, *, has_trained: bool) -> None:
-        """See `BatchShares.begin_pass`. Raises UsageError: no step was measured."""
-        if has_trained and not self._has_measured:
-            raise UsageError(
-                f"{self._comm.rank_label}: GlobalBatch(shares='speed') measures its steps in "
-                "micro_batches(), and the loop over the data did not call it. Write `for samples, "
-                "share in batch.micro_batches(samples, optimizer)`, or leave shares= out."
-            )
 
     def state_at(self, at: int) -> list[list[int]]:
         """See `BatchShares.state_at`: the places and shares in force, and later ones."""
@@ -83,20 +70,13 @@ class SpeedShares:
         self._forget()
 
     def _index_at(self, at: int) -> int:
-        places = [place for place, _ in self._changes if place <= at]
-        return max(0, len(places) - 1)
-
-    def _weights_at(self, at: int) -> list[int]:
-        return self._changes[self._index_at(at)][1]
-
-    # ---- what is measured ----
+        return max(0, sum(place <= at for place, _ in self._changes) - 1)
 
     def step_begins(self, sampler: GlobalSampler) -> None:
         """Measure a step, and change the shares if it is time. *Collective*: all ranks, each step.
 
         Raises UsageError: batches with the old shares were drawn in another thread meanwhile.
         """
-        self._has_measured = True
         self._time.end_step()
         begin, size = sampler.received_at
         is_full = size == sum(self.sizes(sampler.global_batch, begin))
@@ -120,8 +100,7 @@ class SpeedShares:
                 "two steps, and another thread draws batches from its sampler at the same time. "
                 "Iterate over the DataLoader in the thread that trains, or leave shares= out."
             )
-        before = [(at, shares) for at, shares in self._changes if at < place]
-        self._changes = [*before[-2:], (place, following)]
+        self._changes = [self._changes[-1], (place, following)]
 
     def _forget(self) -> None:
         self._num_measured = 0
