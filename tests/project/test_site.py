@@ -109,7 +109,8 @@ def test_links_lead_to_places_on_the_site() -> None:
     text = "\n".join(
         [
             "[a](../security.md#ports) [b](../../ARCHITECTURE.md) [c](names.md) [d](#here)",
-            "[i](schemas/report.json) [e](../../src/torchmn/errors.py) [f](https://example.org/a.md) [g](no-such.md)",
+            "[i](schemas/report.json) "
+            "[e](../../src/torchmn/errors.py) [f](https://example.org/a.md) [g](no-such.md)",
             "```",
             "[h](../security.md)",
             "```",
