@@ -175,7 +175,8 @@ def place_of(file: str) -> str | None:
     """Where a file of the repository is on the site; None: it has no page of its own."""
     if file in MOVED:
         return MOVED[file]
-    return file.removeprefix("docs/") if file.startswith("docs/") else None
+    is_own = file.startswith("docs/") and file.endswith((".md", ".png", ".svg"))
+    return file.removeprefix("docs/") if is_own else None
 
 
 def site_text(text: str, file: str, link_to_file: Callable[[str], str]) -> str:

@@ -109,6 +109,7 @@ def test_links_lead_to_places_on_the_site() -> None:
     text = "\n".join(
         [
             "[a](../security.md#ports) [b](../../ARCHITECTURE.md) [c](names.md) [d](#here)",
+            "[i](schemas/report.json) "
             "[e](../../src/torchmn/errors.py) [f](https://example.org/a.md) [g](no-such.md)",
             "```",
             "[h](../security.md)",
@@ -117,12 +118,13 @@ def test_links_lead_to_places_on_the_site() -> None:
     )
     assert make_site.site_text(text, "docs/reference/data.md", link_to_file).splitlines() == [
         "[a](../security.md#ports) [b](../project/architecture.md) [c](api/index.rst) [d](#here)",
+        "[i](../files/docs/reference/schemas/report.json.md) "
         "[e](../files/src/torchmn/errors.py.md) [f](https://example.org/a.md) [g](no-such.md)",
         "```",
         "[h](../security.md)",
         "```",
     ]
-    assert files == ["src/torchmn/errors.py"]
+    assert files == ["docs/reference/schemas/report.json", "src/torchmn/errors.py"]
 
 
 def test_titles_of_code_are_captions() -> None:

@@ -38,7 +38,7 @@ STACKED = {
     "dict": [{"y": i, "x": torch.tensor([i])} for i in range(3)],
     "no elements": [(torch.empty(0, 3), i) for i in range(3)],
     "nothing": [() for _ in range(3)],
-    "dates": [np.datetime64("2020-01-01") + i for i in range(3)],
+    "dates": [np.datetime64("2020-01-01") + np.timedelta64(i, "D") for i in range(3)],
     "no samples": [],
 }
 ENCODED = {
