@@ -142,7 +142,6 @@ def test_wrong_requests(
     assert "exclude each other" in error_of(capsys, runs[0], "--text", "--json")
     assert "--output is for the page" in error_of(capsys, runs[0], "--text", "--output", "x.html")
     assert "shows one run" in error_of(capsys, *runs, "--metrics", "file")
-    assert "cannot be written" in error_of(capsys, runs[0], "--metrics", tmp_path / "no" / "file")
 
 
 @pytest.mark.parametrize("text", ["9100", "-3", "foo:bar"])
@@ -168,6 +167,13 @@ def test_a_page_that_cannot_be_written(
 ) -> None:
     line = error_of(capsys, runs[0], "--output", tmp_path / "none" / "page.html")
     assert "cannot be written" in line
+
+
+def test_metrics_that_cannot_be_written(
+    capsys: pytest.CaptureFixture[str], runs: Sequence[Path], tmp_path: Path
+) -> None:
+    pytest.importorskip("prometheus_client", reason=NO_CLIENT)
+    assert "cannot be written" in error_of(capsys, runs[0], "--metrics", tmp_path / "no" / "file")
 
 
 def test_without_prometheus_client(
