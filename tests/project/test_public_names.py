@@ -1,6 +1,7 @@
 """The public surface is each package's __all__, and every name is documented."""
 
 import ast
+import dataclasses
 import inspect
 import re
 import subprocess
@@ -14,6 +15,7 @@ import torch
 import torchmn
 from tests.limits import limit
 from torchmn.cli.run import run
+from torchmn.run.torchrun_options import TorchrunOptions
 
 from .names import INTERNAL, PAGE, names_of, packages, page, without_example
 
@@ -49,7 +51,8 @@ def test_options_are_few() -> None:
     options = set(inspect.signature(torchmn.create_multi_node_optimizer).parameters)
     of_chainermn = {"optimizer", "comm", "double_buffering", "zero_fill"}
     assert len(options - of_chainermn) <= 10
-    of_torchrun = {"is_module", "log_dir", "max_restarts"}
+    of_torchrun = {each.name for each in dataclasses.fields(TorchrunOptions)}
+    of_torchrun |= {"is_module", "log_dir", "max_restarts"}
     arguments = {"target", "args"}
     assert len(set(inspect.signature(run).parameters) - of_torchrun - arguments) <= 16
 

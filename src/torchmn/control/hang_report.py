@@ -14,7 +14,6 @@ from msgspec import structs
 from torchmn.cluster.units import counted, spans
 from torchmn.control.messages import (
     CollectiveStatus,
-    EngineStatus,
     Inspection,
     Joining,
     Overdue,
@@ -237,22 +236,19 @@ def _details(reply: StatusReply, pid: int, num_recent: int) -> tuple[str, ...]:
     memory = f"  process {pid}, {reply.rss_nbytes / 1e9:.2f} GB of memory"
     if reply.device_nbytes:
         memory += f", {reply.device_nbytes / 1e9:.2f} GB on its device"
-    engines = [f"  exchanges{_of(each)}: {_engine_text(each)}" for each in reply.engines]
+    if reply.awaits_input:
+        memory += ", waits for a person at the terminal"
+    engines = [
+        f"  exchanges{f' of {_ranks(each.ranks)}' if each.ranks else ''}: {int(each.is_running)} "
+        f"running, {each.num_queued} queued, {each.num_on_device} on a GPU"
+        for each in reply.engines
+    ]
     recent = [
         f"    {each.age_s:.1f} s ago: number {each.number} of '{each.group}', {each.what}"
         f"{f', {each.where}' if each.where else ''}, {each.state}, {1e3 * each.seconds:.2f} ms"
         for each in reply.recent[-num_recent:]
     ]
     return memory, *engines, *["  last collectives:"] * bool(recent), *recent
-
-
-def _of(engine: EngineStatus) -> str:
-    return f" of {_ranks(engine.ranks)}" if engine.ranks else ""
-
-
-def _engine_text(engine: EngineStatus) -> str:
-    on_device = f", {engine.num_on_device} on the device" if engine.num_on_device else ""
-    return f"{int(engine.is_running)} running, {engine.num_queued} queued{on_device}"
 
 
 @dataclass(frozen=True, kw_only=True)

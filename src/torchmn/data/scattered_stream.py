@@ -9,7 +9,6 @@ batches of 0 rows until all have ended.
 from __future__ import annotations
 
 import time
-import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar, cast
@@ -18,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from torchmn.base.errors import DataError, UsageError
+from torchmn.base.errors import DataError, ResultWarning, UsageError
 from torchmn.base.torch_private import tree_map
+from torchmn.base.warn import warn
 from torchmn.comm.collectives import allgather_for, scatter_for
 from torchmn.data import rank_seeds
 from torchmn.data.batch_rows import rows_of
@@ -32,8 +32,8 @@ from torchmn.data.stream_reading import (
     NoRows,
     Parts,
     PartsCollate,
-    StreamPosition,
     StreamReading,
+    StreamState,
     entries_of,
 )
 from torchmn.data.sub_dataset import length_of
@@ -49,18 +49,6 @@ _READY_S = 0.01
 """A batch that takes longer to come was not ready: nothing more is read ahead."""
 _MIN_DISTINCT = 8
 """Different entries of a batch from which on two equal batches are no coincidence."""
-
-
-class StreamState(StreamPosition, total=False):
-    """State of a loader of a stream: ``batches`` counts those of the pass, over all ranks.
-
-    The position is that of the rank which reads, ``rank`` of ``size``.
-    """
-
-    batches: int
-    read_by: str
-    rank: int
-    size: int
 
 
 class StreamLoader(Generic[Batch]):
@@ -120,7 +108,7 @@ class _Waiting(NamedTuple):
 
     num: int
     batch: Any
-    position: StreamPosition
+    position: StreamState
 
 
 class ScatteredStream(CountedPasses):
@@ -208,35 +196,26 @@ class ScatteredStream(CountedPasses):
         """This rank's parts of the batches that rank 0 reads. *Collective.*"""
         comm, facts = self._comm, self._facts()
         while True:
-            error: Exception | None = None
+            errors: list[Exception] = []
             messages: list[dict[str, Any]] | None = None
             if reading is not None:
                 try:
                     messages = self._messages(_read(reading))
                 except Exception as raised:  # the other ranks wait
-                    error, messages = raised, [{"problem": _described(raised)}] * comm.size
+                    errors, messages = [raised], [{"problem": _described(raised)}] * comm.size
                 # The others have not drawn what this rank has drawn to read the batch.
                 common = {"random": rank_seeds.shared_state(), "facts": [*facts.items()]}
                 messages = [message | common for message in messages]
             own = scatter_for(comm, self._name_of("a batch"), messages)
-            if error is not None:
-                try:
-                    raise error
-                finally:
-                    error = None  # its traceback holds this frame, and with it the workers
+            self._raise_first(errors, [own.get("problem")])
             if comm.rank > 0:
                 rank_seeds.follow(own["random"])
                 divided_batches(comm).compare_facts(comm, facts, own["facts"])
-            if "problem" in own:
-                raise DataError(
-                    f"{comm.rank_label}: rank 0, which reads the stream for all ranks, raised "
-                    f"{own['problem']}"
-                )
             if own["sizes"] is None:
                 self._end(one_pass)
                 return
             facts, number = {}, number + 1
-            position = reading.position() if isinstance(reading, StreamReading) else {}
+            position = reading.position() if isinstance(reading, StreamReading) else StreamState()
             if self._hands_out(own["sizes"], number, position, one_pass):
                 yield tree_map(_pinned, own["batch"]) if self._pins else own["batch"]
 
@@ -271,16 +250,16 @@ class ScatteredStream(CountedPasses):
         """
         comm, facts, is_first = self._comm, self._facts(), True
         waiting: deque[_Waiting] = deque()
-        position: Mapping[str, Any] = {}
+        position = StreamState()
         has_ended = False
         while True:
-            error: Exception | None = None
+            errors: list[Exception] = []
             try:
                 has_ended = has_ended or self._read_ahead(reading, waiting, one_pass)
             except Exception as raised:  # the other ranks wait
-                error = raised
+                errors = [raised]
             own: dict[str, Any] = {
-                "problem": "" if error is None else _described(error),
+                "problem": _described(errors[0]) if errors else "",
                 "sizes": [each.num for each in waiting],
                 "has_ended": has_ended,
                 "no_rows": self._no_rows,
@@ -288,17 +267,7 @@ class ScatteredStream(CountedPasses):
             if is_first:
                 own |= {"facts": [*facts.items()], "first": _digest_of_first(waiting)}
             everyone = allgather_for(comm, self._name_of("shares"), own)
-            if error is not None:
-                try:
-                    raise error
-                finally:
-                    error = None  # its traceback holds this frame, and with it the workers
-            for rank, theirs in enumerate(everyone):
-                if theirs["problem"]:
-                    raise DataError(
-                        f"{comm.rank_label}: rank {rank}, which reads another share of the stream, "
-                        f"raised {theirs['problem']}"
-                    )
+            self._raise_first(errors, [theirs["problem"] for theirs in everyone])
             if is_first:
                 divided_batches(comm).compare_facts(comm, facts, everyone[0]["facts"])
                 self._warn_if_equal([theirs["first"] for theirs in everyone])
@@ -373,18 +342,29 @@ class ScatteredStream(CountedPasses):
             self._empty = empty if self._empty is None else self._empty
 
     def _hands_out(
-        self, sizes: Sequence[int], number: int, position: Mapping[str, Any], one_pass: LoaderPass
+        self, sizes: Sequence[int], number: int, position: StreamState, one_pass: LoaderPass
     ) -> bool:
         """Note the next batch; returns whether this rank receives a part of it. Local."""
         comm, is_training = self._comm, torch.is_grad_enabled()
         own = {"batches": number, "read_by": self.read_by, "rank": comm.rank, "size": comm.size}
-        self.state = cast(StreamState, {**own, **position})
+        self.state = cast(StreamState, {**position, **own})
         if is_training:
             one_pass.add(sizes[comm.rank], sum(sizes), proportion_of(sizes))
         # An evaluation needs no step of this rank for a batch of which it has no sample.
         is_received = is_training or sizes[comm.rank] > 0
         one_pass.num_drawn += is_received
         return is_received
+
+    def _raise_first(self, own: list[Exception], problems: Sequence[str | None]) -> None:
+        """Raise this rank's error, or tell of another rank's. All ranks do so at the same batch."""
+        if own:
+            raise own.pop()  # its traceback has the frame that holds it: a cycle keeps the workers
+        for rank, problem in enumerate(problems):
+            if problem:
+                raise DataError(
+                    f"{self._comm.rank_label}: rank {rank}, which reads samples of the stream for "
+                    f"the same steps, raised {problem}"
+                )
 
     def _end(self, one_pass: LoaderPass) -> None:
         self.state, one_pass.is_exhausted = StreamState(batches=0), True
@@ -401,12 +381,12 @@ class ScatteredStream(CountedPasses):
     def _warn_if_equal(self, firsts: Sequence[str]) -> None:
         own = firsts[self._comm.rank]
         if own and (other := firsts.index(own)) < self._comm.rank:
-            warnings.warn(
+            warn(
                 f"{self._comm.rank_label}: this rank and rank {other} have read the same first "
                 "batch of a stream. With read_by='each_rank' the data set of each rank must yield "
                 "its own share, as after split_dataset_by_node or webdataset's split_by_node. If "
                 "it yields all samples, pass read_by='rank_0'.",
-                stacklevel=2,
+                ResultWarning,
             )
 
 

@@ -30,13 +30,17 @@ END = object()
 """In place of a batch after the last one."""
 
 
-class StreamPosition(TypedDict, total=False):
-    """Where a stream continues.
+class StreamState(TypedDict, total=False):
+    """State of a loader of a stream: the position of the rank which reads, ``rank`` of ``size``.
 
-    ``stream`` is its own state. Without one, ``randomness`` and ``digests`` let it be read again
-    from its beginning and compared.
+    ``batches`` counts the batches of the pass over all ranks, and ``stream`` is the stream's own
+    state. Without one, ``randomness`` and ``digests`` let it be read again and compared.
     """
 
+    batches: int
+    read_by: str
+    rank: int
+    size: int
     stream: Any
     randomness: dict[str, Any]
     digests: list[str]
@@ -58,7 +62,7 @@ class StreamReading:
         self,
         source: Iterable[Any],
         num_seen: int = 0,
-        position: StreamPosition | None = None,
+        position: StreamState | None = None,
         beginning: Any = None,
     ) -> None:
         own = getattr(source, "generator", None)
@@ -105,9 +109,9 @@ class StreamReading:
             self._digests[0] = self._digests[0] or self._digests[1]
         return batch
 
-    def position(self) -> StreamPosition:
+    def position(self) -> StreamState:
         """The position after the batches read so far."""
-        own = StreamPosition(randomness=self._randomness, digests=[*self._digests])
+        own = StreamState(randomness=self._randomness, digests=[*self._digests])
         if self._holder is not None:
             own["stream"] = copy.deepcopy(self._holder.state_dict())
         return own

@@ -30,7 +30,6 @@ from torchmn.control.messages import (
     Shown,
     StartRefused,
     StartScript,
-    Stream,
 )
 from torchmn.control.processes import send_group
 from torchmn.run.console import RankOutput
@@ -134,7 +133,7 @@ class AgentSession(RankSession):
             self._problems.append(f"rank {record.rank} on {record.host}: {message.text}")
         elif isinstance(message, Refresh):
             connection.num_unshown_bytes += len(message.text)
-            if self._shows(record, "err"):
+            if self._shows(record):
                 self._output.refresh(record.rank, message.text)
         elif isinstance(message, AwaitsInput):
             super().on_message(connection, message)
@@ -168,12 +167,13 @@ class AgentSession(RankSession):
         record.num_lines += len(message.lines)
         if message.stream == "err":
             record.last_errors.extend(message.lines)
-        if message.lines and self._shows(record, message.stream):
+        if message.lines and self._shows(record):
             self._last_lines.extend(message.lines)
             self._output.lines(record.rank, message.stream, message.lines)
 
-    def _shows(self, record: RankRecord, stream: Stream) -> bool:
-        return self._job.shown.shows(self._local_ranks.get(record.rank, 0), stream)
+    def _shows(self, record: RankRecord) -> bool:
+        shown = self._job.shown
+        return shown is None or self._local_ranks.get(record.rank) in shown
 
     def accept(self) -> None:
         """As in `RankSession`; also acknowledge output, after which ranks may send more."""

@@ -11,7 +11,6 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TextIO
 
 from torchmn.cluster.units import counted
@@ -19,27 +18,6 @@ from torchmn.control.messages import Stream
 
 _MAX_WAITING_BYTES = 1 << 20
 _NAMES: dict[Stream, str] = {"out": "standard output", "err": "standard error"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConsoleFilter:
-    """Which output of ranks is shown. What is not shown is in the files of the log folder.
-
-    ``redirected`` has pairs (local rank, stream) that are not shown; ``None`` is every local rank.
-    Of ``local_ranks`` the output is shown; ``None`` is all.
-
-    >>> ConsoleFilter(local_ranks=frozenset({0})).shows(1, "out")
-    False
-    """
-
-    redirected: frozenset[tuple[int | None, str]] = frozenset()
-    local_ranks: frozenset[int] | None = None
-
-    def shows(self, local_rank: int, stream: Stream) -> bool:
-        """Whether lines of this stream are shown."""
-        if self.local_ranks is not None and local_rank not in self.local_ranks:
-            return False
-        return not self.redirected & {(None, stream), (local_rank, stream)}
 
 
 def open_standard_streams() -> tuple[TextIO, TextIO]:

@@ -15,7 +15,6 @@ from typing import Literal
 from torchmn.base.errors import UsageError
 from torchmn.cluster.hostlists import Host
 from torchmn.control.processes import python_module
-from torchmn.run.console import ConsoleFilter
 
 Backend = Literal["gloo", "nccl", "mpi"]
 Launcher = Literal["local", "mpirun", "torchrun", "srun", "ssh"]
@@ -38,9 +37,9 @@ class Job:
     all hosts, and ``launcher_args`` are passed verbatim to the launcher. When the job fails, the
     time between asking a rank to end and killing it is ``grace_s``; after SIGTERM from outside it
     is ``signal_grace_s``, ``None`` to leave that to the scheduler. Each run makes a folder of its
-    own in ``log_dir``, where the newest ``keep_logs`` stay, None for all. ``shown`` says which
-    output is shown. ``warning`` is what the launcher says besides its first line, if anything.
-    ``preemption`` is where hosts find out that they will be preempted, see
+    own in ``log_dir``, where the newest ``keep_logs`` stay, None for all. The output of the local
+    ranks in ``shown`` is shown, None for all. ``warning`` is what the launcher says besides its
+    first line, if anything. ``preemption`` is where hosts find out that they will be preempted, see
     `torchmn.run.preemption_notice`.
 
     >>> from torchmn.run.plan import RunOptions, plan_job
@@ -62,7 +61,7 @@ class Job:
     secret: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
     grace_s: float = FAILURE_GRACE_S
     signal_grace_s: float | None = SIGNAL_GRACE_S
-    shown: ConsoleFilter = ConsoleFilter()
+    shown: frozenset[int] | None = None
     warning: str = ""
     preemption: str = ""
     keep_logs: int | None = None

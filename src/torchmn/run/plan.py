@@ -20,7 +20,6 @@ from torchmn.control.job_secret import given_secret
 from torchmn.control.rank_claim import claimed_by
 from torchmn.record.profile_request import ProfileRequest, is_record_off
 from torchmn.run.backend import BACKENDS, choose_backend, this_machine
-from torchmn.run.console import ConsoleFilter
 from torchmn.run.elastic.job import ElasticJob, parse_elastic
 from torchmn.run.elastic.rendezvous_state import Limits
 from torchmn.run.job import FAILURE_GRACE_S, SIGNAL_GRACE_S, THIS_HOST, Backend, Job, Launcher
@@ -136,7 +135,7 @@ class RunOptions:
     master_port: int | None = None
     node_rank: int | None = None
     has_fixed_hosts: bool = False  # their number is fixed: the job ends with any of them
-    shown: ConsoleFilter = ConsoleFilter()
+    shown: frozenset[int] | None = None
 
     def environment(self, env: Mapping[str, str]) -> dict[str, str]:
         """Return ``env`` with the variables of ``-x`` and ``--profile``. Raises UsageError."""

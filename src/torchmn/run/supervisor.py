@@ -46,7 +46,7 @@ class Supervisor:
         self._owner = ProcessOwner(output)
         self._session = AgentSession(listener, job.num_ranks, job, job.log_dir, output)
         self._session.variables = variables or {}
-        self._session.inspections = Inspections.of(job.log_dir)
+        self._session.inspections = self._inspections = Inspections(job.log_dir)
         self._processes: dict[int, Command] = {}
         self._start_by = self._session.clock.now + _START_LIMIT_S
         self._kill_at = math.inf
@@ -75,8 +75,7 @@ class Supervisor:
             if self._job.backend == "mpi":
                 remove_abandoned()
             self._session.close()
-            if self._session.inspections is not None:
-                self._session.inspections.close()
+            self._inspections.close()
         code = self._report()
         self._owner.finish_output()
         return code

@@ -7,17 +7,15 @@ does the same by itself, or is refused with what to use instead. As for torchrun
 
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torchmn.base.errors import UnsupportedError, UsageError
 from torchmn.cluster.cpus import available_processors
 from torchmn.cluster.gpus import count_gpus
-from torchmn.run.console import ConsoleFilter
 
 _DEFAULT_PORTS = {"c10d": 29400, "static": 29500}  # torchrun's
-_STREAMS = {"0": (), "1": ("out",), "2": ("err",), "3": ("out", "err")}
 
 
 def _option(*flags: str, variable: str = "") -> Any:
@@ -64,6 +62,7 @@ class TorchrunOptions:
 
 
 _WITHOUT_EFFECT = {
+    "redirects": "all output is in files and shown, that of --local-ranks-filter if it is given",
     "role": "all ranks have the same role",
     "monitor_interval": "the end of a rank is noticed at once",
     "start_method": "every rank is a new process",
@@ -98,16 +97,15 @@ def translate(
     for name, cure in _REFUSED.items():
         if getattr(given, name):
             raise UnsupportedError(f"{_flag(name)} has no equivalent: {cure}.")
-    notes = [
+    notes = tuple(
         f"{_flag(name)} has no effect: {why}."
         for name, why in _WITHOUT_EFFECT.items()
         if getattr(given, name) is not None
-    ]
+    )
     chosen |= dict(_counts(chosen, env))
-    hosts, hosts_notes = _hosts(given, chosen)
-    if given.redirects or given.local_ranks_filter:
-        chosen["shown"] = _console_filter(given)
-    return {**chosen, **hosts}, (*notes, *hosts_notes)
+    if given.local_ranks_filter:
+        chosen["shown"] = _local_ranks(given.local_ranks_filter)
+    return {**chosen, **_hosts(given, chosen)}, notes
 
 
 def _flag(name: str) -> str:
@@ -152,24 +150,22 @@ def _num_devices(word: str, flag: str, env: Mapping[str, str]) -> int:
 # ---- hosts ---------------------------------------------------------------------------------------
 
 
-def _hosts(
-    given: TorchrunOptions, chosen: Mapping[str, Any]
-) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the options of `RunOptions` for those that tell how hosts meet, and notes."""
+def _hosts(given: TorchrunOptions, chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of `RunOptions` for those that tell how hosts meet."""
     low, high = _range(given.nnodes)
     if given.standalone:
         if high not in (None, 1):
             raise UsageError(
                 f"--standalone means one host and contradicts --nnodes {given.nnodes}."
             )
-        return {"num_nodes": 1}, ()
+        return {"num_nodes": 1}
     if high is not None and chosen.get("elastic") is not None:
         raise UsageError("--nnodes MIN:MAX and --elastic MIN:MAX are the same: use one of them.")
     if high is not None and chosen.get("num_nodes") not in (None, high):
         raise UsageError(f"--nnodes {given.nnodes} contradicts --nodes {chosen['num_nodes']}.")
     address, port = _address(given)
-    seconds, is_host, notes = _rendezvous_settings(given.rdzv_conf)
-    node_rank = 0 if is_host and given.node_rank is None else given.node_rank
+    found = re.search(r"\b(?:join_)?timeout=(\d+)", given.rdzv_conf or "")
+    seconds, node_rank = f":{found[1]}" if found else "", given.node_rank
     if node_rank is not None and not 0 <= node_rank < (high or sys.maxsize):
         raise UsageError(f"--node-rank must be from 0 to {(high or 1) - 1}, got {node_rank}.")
     if high is None and chosen.get("elastic") is None:
@@ -178,9 +174,9 @@ def _hosts(
                 "--master-addr, --rdzv-endpoint and --node-rank are for hosts that are started one "
                 "by one: say how many there are with --nnodes N, or MIN:MAX."
             )
-        return {}, notes
+        return {}
     if low == high == 1:
-        return {"num_nodes": 1}, notes
+        return {"num_nodes": 1}
     if address is None and node_rank is not None:
         raise UsageError(
             "--node-rank is for hosts that are started one by one, which meet at the first one: "
@@ -188,20 +184,20 @@ def _hosts(
         )
     if address is None:  # torchmn starts them: those of a list, or of a scheduler's job
         if low == high:
-            return {"num_nodes": high} if high else {}, notes
-        return {"elastic": f"{low}:{high}{seconds}"}, notes
+            return {"num_nodes": high} if high else {}
+        return {"elastic": f"{low}:{high}{seconds}"}
     for name in ("hosts", "hostfile", "num_nodes"):
         if chosen.get(name) is not None:
             raise UsageError(
                 "--master-addr and --rdzv-endpoint are for hosts that are started one by one, and "
                 "--hosts, --hostfile and --nodes for hosts that torchmn starts: use one of them."
             )
-    found = {"master_addr": address, "master_port": port, "node_rank": node_rank}
+    meeting = {"master_addr": address, "master_port": port, "node_rank": node_rank}
     if high is not None:
-        found["elastic"] = f"{low}:{high}{seconds}"
+        meeting["elastic"] = f"{low}:{high}{seconds}"
         if low == high:
-            found |= {"has_fixed_hosts": True, "max_restarts": chosen.get("max_restarts") or 0}
-    return found, notes
+            meeting |= {"has_fixed_hosts": True, "max_restarts": chosen.get("max_restarts") or 0}
+    return meeting
 
 
 def _range(nnodes: str | None) -> tuple[int | None, int | None]:
@@ -232,41 +228,11 @@ def _address(given: TorchrunOptions) -> tuple[str | None, int]:
     return found[1].strip("[]"), int(found[2] or default)
 
 
-def _rendezvous_settings(text: str | None) -> tuple[str, bool, tuple[str, ...]]:
-    """Return ``:SECONDS`` to wait for hosts, whether this one is the first, and notes."""
-    seconds, is_host, unknown = "", False, []
-    for part in filter(None, (text or "").split(",")):
-        key, equals, value = part.strip().partition("=")
-        if not equals:
-            raise UsageError(f"--rdzv-conf must be KEY=VALUE,..., got {text!r}.")
-        if key in ("join_timeout", "timeout") and value.isdecimal():
-            seconds = f":{value}"
-        elif key == "is_host":
-            is_host = value.lower() in ("1", "true", "yes")
-        else:
-            unknown.append(f"--rdzv-conf {key} has no effect.")
-    return seconds, is_host, tuple(unknown)
-
-
-# ---- output --------------------------------------------------------------------------------------
-
-
-def _console_filter(given: TorchrunOptions) -> ConsoleFilter:
-    """Return which output is shown, by ``--redirects`` and ``--local-ranks-filter``."""
-    redirected = []
-    for part in filter(None, (given.redirects or "").split(",")):
-        rank, colon, number = part.strip().rpartition(":")
-        if number not in _STREAMS or (colon and not rank.isdecimal()):
-            raise UsageError(
-                "--redirects must be 0, 1, 2 or 3 for all ranks, or RANK:NUMBER,... for some, got "
-                f"{given.redirects!r}."
-            )
-        redirected += [(int(rank) if rank else None, each) for each in _STREAMS[number]]
-    ranks: Sequence[str] = list(filter(None, (given.local_ranks_filter or "").split(",")))
+def _local_ranks(text: str) -> frozenset[int]:
+    """Return the local ranks whose output is shown."""
+    ranks = text.split(",")
     if not all(each.strip().isdecimal() for each in ranks):
         raise UsageError(
-            "--local-ranks-filter must be a list of local ranks, such as 0,1, got "
-            f"{given.local_ranks_filter!r}."
+            f"--local-ranks-filter must be a list of local ranks, such as 0,1, got {text!r}."
         )
-    local_ranks = frozenset(map(int, ranks)) if ranks else None
-    return ConsoleFilter(redirected=frozenset(redirected), local_ranks=local_ranks)
+    return frozenset(map(int, ranks))

@@ -38,7 +38,8 @@ from torchmn.cluster.gpus import count_gpus
 ROOT = Path(__file__).parents[3]
 RECORD = RECORDS / "gpu.jsonl"
 TESTS = ("tests/all/gpu/test_one_process.py", "tests/all/gpu/test_ranks.py",
-         "tests/unit/comm/codecs/kernels/test_cuda.py")  # fmt: skip
+         "tests/unit/comm/codecs/kernels/test_cuda.py",
+         "tests/all/processes/test_one_machine_page.py")  # fmt: skip
 CHECK_LIMIT_S = 150.0
 TOTAL_LIMIT_S = 460.0
 """Of `make check-gpu`: eight minutes, of which some are left for the table."""

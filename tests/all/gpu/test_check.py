@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
-from tests.all.gpu import check
+from tests.all.gpu import check, test_one_process
+from torchmn.comm.engine import Engine
+from torchmn.record.timeline import HostClock
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 
@@ -89,3 +93,36 @@ def test_all_tests_marked_gpu_are_found() -> None:
     assert all("nccl" in name for name in of_several)
     assert any("test_on_a_gpu" in name for name in names)
     assert not any("test_on_cpus" in name for name in names)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "test_jobs_see_what_was_launched_before_them",
+        "test_jobs_of_both_kinds_share_memory_in_order",
+        "test_results_inside_of_containers_keep_their_memory",
+        "test_the_record_has_the_times_of_the_gpu",
+        "test_generators_continue_after_they_are_restored",
+        "test_shared_numbers_of_gpus_and_those_of_each_rank",
+        "test_a_copy_for_a_checkpoint_has_the_values_of_the_gpu",
+    ],
+)
+def test_checks_of_one_process_call_what_there_is(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On a CPU, those that ask for nothing that only CUDA has."""
+    monkeypatch.setattr(test_one_process, "GPU", torch.device("cpu"))
+    clock = HostClock()
+    clock.now_s = 1.0
+    clock.mark = lambda: clock.now_s  # which runs in sleeps only
+
+    def sleep(cycles: int) -> None:
+        clock.now_s += cycles / 2e9
+
+    monkeypatch.setattr(test_one_process, "clock_of", lambda device: clock)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "_sleep", sleep)
+    given = {"engine": Engine(torch.device("cpu")), "tmp_path": tmp_path}
+    check_one = getattr(test_one_process, name)
+    check_one(**{key: given[key] for key in inspect.signature(check_one).parameters})
+    given["engine"].close()

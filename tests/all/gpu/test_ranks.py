@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -151,6 +152,79 @@ def test_the_job_ends_and_names_the_rank_whose_stream_is_stuck(tmp_path: Path) -
         assert process.returncode
         assert "rank 1" in err
         assert "did not finish its own work within 5 s" in err
+    finally:
+        runner.close()
+
+
+ON_NCCL = [
+    pytest.param(
+        "nccl",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.several_gpus,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+        ],
+    )
+]
+TRAINED = """
+import torchmn
+from tests.all.gpu import work
+comm = torchmn.create_communicator("auto", quiet=True)
+model = work.network(comm)
+optimizer = torchmn.create_multi_node_optimizer(work.sgd(model), comm, model)
+work.train(comm, model, optimizer, range(30))
+comm.finalize()
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("backend", ["gloo", *ON_NCCL])
+def test_the_report_of_a_run_has_its_phases(backend: str, tmp_path: Path) -> None:
+    runner = Runner(tmp_path)
+    try:
+        process = runner.start("-n", "2", "--backend", backend, runner.script(TRAINED))
+        _, err = process.communicate(timeout=limit(150))
+        assert process.returncode == 0, err
+        report = runner.start_python("-m", "torchmn", "report", "--text", "logs/latest")
+        text, err = report.communicate(timeout=limit(60))
+        assert report.returncode == 0, err
+    finally:
+        runner.close()
+    assert "30 steps" in text, text
+    for phase in ("forward", "backward", "optimizer"):
+        assert phase in text, text
+
+
+ENDLESS = """
+import torchmn
+from tests.all.gpu import work
+comm = torchmn.create_communicator("auto", quiet=True)
+model = work.network(comm)
+optimizer = torchmn.create_multi_node_optimizer(work.sgd(model), comm, model)
+work.train(comm, model, optimizer, range(3))
+if comm.rank == 0:
+    print("ready", flush=True)
+while True:
+    work.train(comm, model, optimizer, range(10))
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("backend", ["gloo", *ON_NCCL])
+def test_ctrl_c_ends_ranks_by_themselves(backend: str, tmp_path: Path) -> None:
+    runner = Runner(tmp_path)
+    try:
+        process = runner.start("-n", "2", "--backend", backend, runner.script(ENDLESS))
+        assert process.stdout is not None
+        assert any("ready" in line for line in process.stdout)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=limit(60))
+        assert process.returncode == 130, err
+        assert "killed" not in err, err
     finally:
         runner.close()
 

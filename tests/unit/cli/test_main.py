@@ -115,3 +115,38 @@ def test_starts_without_heavy_modules(module: str) -> None:
 
 
 HEAVY = ("torch", "numpy", "mpi4py.MPI", "pytorch_pfn_extras")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("words", "variables"),
+    [
+        ("-n 2", {}),
+        ("--nproc_per_node=2 --nnodes=1 --node_rank=0 --master_port=29501 -t 3 --role x", {}),
+        ("--standalone --nproc-per-node 2 --rdzv-backend c10d --rdzv_endpoint localhost:0", {}),
+        ("--per_node 2", {}),
+        ("", {"PET_NPROC_PER_NODE": "2", "PET_STANDALONE": "1"}),
+        ("-n 2", {"PET_NPROC_PER_NODE": ""}),
+    ],
+)
+def test_words_of_torchrun(tmp_path: Path, words: str, variables: dict[str, str]) -> None:
+    script = tmp_path / "a_script.py"
+    script.touch()
+    more = ("--backend", "gloo", "--dry-run", str(script), "--its_own", "--nnodes=7")
+    done = run("-m", "torchmn", "run", *words.split(), *more, **variables)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(" WORLD_SIZE=2 ") == 2
+    assert done.stdout.splitlines()[-1].endswith("a_script.py --its_own --nnodes=7")
+    assert ("--role has no effect" in done.stderr) == ("--role" in words)
+
+
+@pytest.mark.processes
+def test_a_program_in_place_of_a_script() -> None:
+    words = ("run", "--no-python", "--backend", "gloo", "--dry-run", "sh", "-c", "true")
+    done = run("-m", "torchmn", *words)
+    assert done.stdout.splitlines()[-1].endswith(": sh -c true"), done.stderr
+    missing = run("-m", "torchmn", "run", "--no-python", "no-such-program")
+    assert (missing.returncode, "There is no program 'no-such-program'" in missing.stderr) == (
+        2,
+        True,
+    )

@@ -686,3 +686,41 @@ def test_rows_of_batches() -> None:
     assert rows_of(["a", "b"], 0, 1, 2) == ["a"]
     first, second = rows_of([x, x[:, 0]], 0, 0, 3)
     assert (first.shape, second.shape) == ((0, 2), (0,))
+
+
+def test_a_saved_state_does_not_change_while_others_read_on() -> None:
+    def run(comm: torchmn.Communicator) -> None:
+        given = DataLoader(sized(comm.rank, (1, 9)), 4)
+        loader = scatter_loader(given, comm, read_by="each_rank")
+        states = [loader.state_dict() for _ in loader]
+        assert [state["batches"] for state in states] == [1, 2, 3, 4, 5]
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.parametrize(("read_by", "size"), [("rank_0", 2), ("rank_0", 3), ("each_rank", 2)])
+def test_a_checkpointer_saves_and_restores_the_position(
+    read_by: Any, size: int, tmp_path: Any
+) -> None:
+    def made(comm: torchmn.Communicator) -> Any:
+        begin = 100 * comm.rank * (read_by == "each_rank")
+        loader = scatter_loader(DataLoader(WithState(begin, begin + NUM), 6), comm, read_by=read_by)
+        return loader, torchmn.create_multi_node_checkpointer(comm, tmp_path, "run")
+
+    def save(comm: torchmn.Communicator) -> Any:
+        loader, checkpointer = made(comm)
+        first = first_steps(loader, 2)
+        checkpointer.save(2, {"loader": loader})
+        checkpointer.close()
+        return first
+
+    def resume(comm: torchmn.Communicator) -> Any:
+        loader, checkpointer = made(comm)
+        assert checkpointer.resume({"loader": loader}) == 2
+        checkpointer.close()
+        return seen(loader)
+
+    first, rest = run_ranks(save, 2), run_ranks(resume, size)
+    everything = sorted(sum(joined(first) + joined(rest), []))
+    shares = range(size) if read_by == "each_rank" else [0]
+    assert everything == [100 * rank + n for rank in shares for n in range(NUM)]

@@ -1,6 +1,7 @@
 """What is shown of several ranks on files and terminals."""
 
 import io
+import shutil
 
 from torchmn.run.console import RankOutput
 
@@ -45,3 +46,26 @@ def test_characters_outside_the_encoding() -> None:
     out = io.TextIOWrapper(raw, encoding="ascii")
     RankOutput(out, io.StringIO()).lines(0, "out", ["grün"])
     assert raw.getvalue() == b"[0] gr?n\n"
+
+
+def test_a_prompt_stays_below_the_lines_of_others() -> None:
+    terminal = Terminal()
+    output = RankOutput(terminal, terminal)
+    output.prompting = 0
+    output.refresh(0, "(Pdb) ")
+    output.refresh(1, "20 %")
+    output.lines(1, "out", ["line"])
+    output.prompting = None
+    output.lines(0, "out", ["next"])
+    erase = "\r\x1b[K"
+    assert terminal.getvalue() == f"[0] (Pdb) {erase}[1] line\n[0] (Pdb) {erase}[0] next\n"
+
+
+def test_variables_for_scripts_on_a_terminal() -> None:
+    terminal = Terminal()
+    found = RankOutput(terminal, terminal).variables(11, {})
+    assert found["FORCE_COLOR"] == "1"
+    assert int(found["COLUMNS"]) == max(1, shutil.get_terminal_size().columns - len("[10] "))
+    for env in ({"NO_COLOR": ""}, {"TERM": "dumb"}):
+        assert "FORCE_COLOR" not in RankOutput(terminal, terminal).variables(1, env)
+    assert RankOutput(terminal, io.StringIO()).variables(1, {}) == {}

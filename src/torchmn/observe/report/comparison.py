@@ -20,7 +20,6 @@ from torchmn.base.errors import DataError
 from torchmn.observe.read.recorded_run import Floats, Integers
 from torchmn.observe.report.finding import MIN_SHARE
 from torchmn.observe.report.summary import Summary, duration, listed
-from torchmn.observe.report.tables import Table
 from torchmn.record.records import PHASES
 
 MIN_STEPS = 20
@@ -47,8 +46,8 @@ class Difference:
     @property
     def text(self) -> str:
         """The difference and its interval."""
-        difference = f"{_signed(self.b_s - self.a_s)} ({_signed(self.low_s)} to "
-        return f"{difference}{_signed(self.high_s)})"
+        apart, low, high = map(_signed, (self.b_s - self.a_s, self.low_s, self.high_s))
+        return f"{apart} ({low} to {high})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,18 +105,6 @@ class Comparison:
             if each.what != "step" and surely > 0 and sign * (each.b_s - each.a_s) > least:
                 found.setdefault(each.what, each)
         return sorted(found.values(), key=lambda each: -sign * (each.b_s - each.a_s))
-
-    @property
-    def table(self) -> Table:
-        """All differences but those of phases that neither run has."""
-        return Table(
-            columns=("statistic", "of", "A", "B", "B - A (95 % interval)"),
-            rows=[
-                (each.statistic, each.what, duration(each.a_s), duration(each.b_s), each.text)
-                for each in self.differences
-                if each.a_s or each.b_s
-            ],
-        )
 
 
 _STATISTICS: tuple[Statistic, ...] = ("median", "mean")

@@ -133,7 +133,6 @@ def _add_comparison(body: _Body, compared: Comparison) -> None:
     body.add("<section><h2>B compared with A</h2>")
     for line in (f"A is {compared.a}", f"B is {compared.b}", *compared.text.splitlines()):
         body.add(f"<p>{escape(line)}</p>")
-    body.table(compared.table, "the steps of both runs")
     body.add("</section>")
 
 

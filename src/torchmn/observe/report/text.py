@@ -37,14 +37,13 @@ def show(
         console.print(_run(summary, findings))
     if scaling is not None and compared is None:
         console.print(_scaling(scaling))
+    _show_comparison(console, compared)
+
+
+def _show_comparison(console: Console, compared: Comparison | None) -> None:
     if compared is not None:
-        console.print(_shown(compared.table))
-        _show_comparison(console, compared)
-
-
-def _show_comparison(console: Console, compared: Comparison) -> None:
-    console.print(Text(f"A is {compared.a}\nB is {compared.b}"))
-    console.print(Text(compared.text, style="bold"))
+        console.print(Text(f"A is {compared.a}\nB is {compared.b}"))
+        console.print(Text(compared.text, style="bold"))
 
 
 def show_findings(
@@ -58,8 +57,7 @@ def show_findings(
             console.print(Text(str(summary.run.folder), style="bold"))
         for part in _findings(findings):
             console.print(part)
-    if compared is not None:
-        _show_comparison(console, compared)
+    _show_comparison(console, compared)
 
 
 def _findings(findings: Sequence[Finding]) -> list[RenderableType]:

@@ -25,6 +25,7 @@ from torchmn.run.elastic.host_processes import HostProcesses
 from torchmn.run.elastic.job import ElasticJob, host_process, job_order
 from torchmn.run.elastic.rendezvous import ROLE, Rendezvous
 from torchmn.run.elastic.rendezvous_state import (
+    RANK_FAILED,
     Decision,
     HostLost,
     JobEnded,
@@ -74,7 +75,7 @@ class ElasticLauncher:
         )
         self._hosts = HostProcesses(names, self._host_command, self._job.log_dir)
         self._ranks: RoundSession | None = None
-        self._inspections = Inspections.of(self._job.log_dir)
+        self._inspections = Inspections(self._job.log_dir)
         self._has_stopped = False
         self._end: str | None = None  # why the job ended, empty if it went well
         self._kill_at = float("inf")
@@ -95,8 +96,7 @@ class ElasticLauncher:
                 self._ranks.close()
             self._rendezvous.close()
             self._listener.close()
-            if self._inspections is not None:
-                self._inspections.close()
+            self._inspections.close()
         code = self._report()
         self._owner.finish_output()
         return code
@@ -253,6 +253,8 @@ class ElasticLauncher:
         if result.is_launcher_failure:  # ranks that we ended did not fail
             result = JobResult(exit_code=1)
         summary = " ".join([f"{reason[:1].upper()}{reason[1:]}.", result.summary]).rstrip()
+        if reason == RANK_FAILED and result.first_failure is not None:
+            summary = result.summary  # which says more
         if ranks is not None:
             ranks.report_failure(self._job.log_dir, result, summary)
         else:

@@ -23,6 +23,7 @@ State = Literal["new", "ready", "running", "stopping", "finished"]
 
 
 JOIN_TIMEOUT_S = 120
+RANK_FAILED = "a rank failed"  # why a job of fixed hosts has ended, as far as the hosts know
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +183,9 @@ class RendezvousState:
             self._gather("; ".join(self._leavers), now)
         elif before == "running":
             self._has_failure = True
-            self._gather(f"a rank on {host} failed", now)
+            # Its ranks may have ended because others did, on any host.
+            is_last = self._limits.is_fixed and self._num_restarts >= self._limits.max_restarts
+            self._gather(RANK_FAILED if is_last else f"a rank on {host} failed", now)
         if host_state.leaves:
             self._post(host, Shutdown(signum=signal.SIGTERM, text=""))
         self._start_if_complete(now)

@@ -12,7 +12,7 @@ import socket
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from torchmn.base.errors import LaunchError
 from torchmn.base.log import Log
@@ -53,7 +53,7 @@ class Inspector(Record, frozen=True, kw_only=True):
 class Inspections:
     """Answers `torchmn inspect` in the control loop of a job. Never blocks.
 
-    Raises OSError: the file in ``folder`` cannot be written.
+    If the file in ``folder`` cannot be written, that is said, and nobody will ask.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -71,13 +71,13 @@ class Inspections:
             pid=os.getpid(),
             started=start_time(os.getpid()),
         )
+        self._file: IO[bytes] | None = None
         try:
             make_private_folder(folder)
             write_whole(folder / INSPECT_FILE, encode(own))
             self._file = open(folder / INSPECT_FILE, "rb")  # noqa: SIM115  until `close`
-        except OSError:
-            self._listener.close()
-            raise
+        except OSError as error:
+            _log.warning("torchmn inspect will not find this job: %s", error)
 
     def serve(self, session: "RankSession") -> None:
         """Admit clients, request the status of all ranks, and send it. Call it often."""
@@ -127,21 +127,13 @@ class Inspections:
             ranks=tuple(ranks),
         )
 
-    @classmethod
-    def of(cls, folder: Path) -> "Inspections | None":
-        """Return those of a job with this log folder; None, after a message, if there are none."""
-        try:
-            return cls(folder)
-        except OSError as error:
-            _log.warning("torchmn inspect will not find this job: %s", error)
-            return None
-
     def close(self) -> None:
         """Stop answering, and remove the file, with its folder if that has nothing else."""
-        with suppress(OSError):
-            (self._folder / INSPECT_FILE).unlink()
-            self._folder.rmdir()
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
+            with suppress(OSError):
+                (self._folder / INSPECT_FILE).unlink()
+                self._folder.rmdir()
         for channel in (*self._waiting, *self._answered):
             channel.close()
         self._listener.close()

@@ -60,6 +60,7 @@ from torchmn.control.script import (
     unprinted_text,
     whole_text,
 )
+from torchmn.control.terminal_input import awaits_input
 
 _PERIOD_S = 0.2
 _STUCK_S = 0.5
@@ -245,6 +246,7 @@ class ScriptMonitor(Observer):
             engines=tuple(engines),
             rss_nbytes=resident_nbytes(os.getpid()),
             device_nbytes=self._device_nbytes,
+            awaits_input=awaits_input(),
             stacks=_format(fatal) if fatal else _stacks(),
             script_stack=of_script[-_MAX_CHARS:],
         )

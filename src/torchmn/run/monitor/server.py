@@ -64,7 +64,7 @@ class MonitorServer:
 
     def __init__(self, listener: AuthenticatedListener, num_ranks: int, log_dir: Path) -> None:
         self._session = _Session(listener, num_ranks, log_dir)
-        self._session.inspections = Inspections.of(log_dir)
+        self._session.inspections = self._inspections = Inspections(log_dir)
         self._complete_by = self._session.clock.now + _CONNECT_LIMIT_S
         self._report_at: float | None = None
         self._end_at: float | None = None
@@ -80,8 +80,7 @@ class MonitorServer:
             self._session.accept()
             self._act(self._session.clock.tick())
         self._session.close()
-        if self._session.inspections is not None:
-            self._session.inspections.close()
+        self._inspections.close()
 
     def _is_over(self) -> bool:
         now = self._session.clock.now

@@ -25,6 +25,7 @@ class Play:
         min_hosts: int = 1,
         max_hosts: int = 0,
         is_open: bool = False,
+        is_fixed: bool = False,
         **more: float,
     ) -> None:
         limits = Limits(
@@ -32,9 +33,12 @@ class Play:
             max_hosts=max_hosts or len(hosts),
             max_restarts=int(more.pop("max_restarts", 3)),
             join_timeout_s=more.pop("join_timeout_s", 60.0),
+            is_fixed=is_fixed,
         )
         self.now = 0.0
-        self.rounds = RendezvousState(hosts, limits, now=0.0, is_open=is_open)
+        self.rounds = RendezvousState(
+            hosts, limits, now=0.0, is_open=is_open, own_node_rank=0 if is_fixed else None
+        )
 
     def come(self, *hosts: str, versions: dict[str, str] = VERSIONS, **more: object) -> str:
         """They connect and are ready; the problem of the last one."""
@@ -365,3 +369,55 @@ def test_a_host_that_cannot_run_the_job_disturbs_nobody() -> None:
     play.lose("b")
     assert not play.rounds.drain_messages()
     assert not play.rounds.will_continue
+
+
+def fixed(**more: int) -> Play:
+    """Two hosts that were started one by one; a round runs."""
+    play = Play("a", min_hosts=2, max_hosts=2, is_open=True, is_fixed=True, **more)
+    play.come("a", node_rank=0)
+    assert play.join("b", node_rank=1) == ""
+    assert names(play.round()) == ["a", "b"]
+    return play
+
+
+def test_a_fixed_number_of_hosts_starts_at_once_and_ends_with_any_of_them() -> None:
+    play = fixed()
+    assert play.join("c") == "the job has its 2 hosts: a, b"
+    play.lose("b")
+    assert play.over() == "b was lost: gone"
+
+
+def test_a_host_that_leaves_a_fixed_number_ends_the_job() -> None:
+    play = fixed()
+    play.rounds.on_host_leaving("b", "it received SIGINT")
+    assert not play.rounds.will_continue
+    play.arrive("b")
+    assert play.over() == "b leaves: it received SIGINT"
+
+
+def test_restarts_of_a_fixed_number_of_hosts() -> None:
+    play = fixed(max_restarts=1)
+    play.arrive("a")
+    play.arrive("b")
+    assert names(play.round()) == ["a", "b"]
+    play.arrive("b")
+    play.arrive("a")
+    assert play.over() == "a rank failed, and all 1 restarts are used up"
+    play = fixed(max_restarts=0)
+    play.arrive("b")
+    play.arrive("a")
+    assert play.over() == "a rank failed"
+
+
+def test_missing_hosts_of_a_fixed_number_are_named() -> None:
+    play = Play("a", min_hosts=3, max_hosts=3, is_open=True, is_fixed=True)
+    play.come("a", node_rank=0)
+    play.join("c", node_rank=2)
+    assert "a has --node-rank 0" in play.join("d", node_rank=0)
+    assert "less than --nnodes 3" in play.join("d", node_rank=3)
+    play.forget()
+    play.now = 61.0
+    play.rounds.tick(play.now)
+    text = play.over()
+    assert text is not None
+    assert "2 of 3 hosts joined (a, c) within 60 s; --node-rank 1 did not." in text

@@ -3,6 +3,7 @@
 import pytest
 
 from torchmn.control.messages import (
+    AwaitsInput,
     CollectiveStatus,
     Exit,
     Failed,
@@ -171,3 +172,14 @@ def test_when_all_ranks_are_joining_the_network_is_the_cause() -> None:
     assert detector.must_end(25.2)
     assert detector.hang is not None
     assert "all ranks have reached it" in detector.hang.summary
+
+
+def test_the_time_that_a_person_takes_at_a_prompt_does_not_count() -> None:
+    """Rank 1 stands in a debugger, before it joins."""
+    detector, records = make_detector(2)
+    detector.on_message(records[0], Joining(limit_s=5.0), 0.0)
+    detector.on_message(records[1], AwaitsInput(begins=True), 1.0)
+    assert not detector.must_query(1000.0)
+    detector.on_message(records[1], AwaitsInput(begins=False), 1000.0)
+    assert not detector.must_query(1004.0)
+    assert detector.must_query(1005.1)

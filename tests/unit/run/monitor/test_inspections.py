@@ -115,8 +115,8 @@ def test_all_ranks_are_shown_and_for_whom_they_wait(job: Job) -> None:
     assert lines.count("    time.sleep(100)") == 0
     assert text.count("time.sleep(100)") == NUM_RANKS
     assert text.count("1.50 GB of memory") == NUM_RANKS
-    assert "  exchanges: 1 running, 2 queued" in lines
-    assert "  exchanges: 0 running, 2 queued" in lines
+    assert "  exchanges: 1 running, 2 queued, 0 on a GPU" in lines
+    assert "  exchanges: 0 running, 2 queued, 0 on a GPU" in lines
 
 
 def test_a_rank_that_holds_the_gil_is_described_by_its_agent(job: Job) -> None:
