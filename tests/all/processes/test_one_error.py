@@ -198,7 +198,7 @@ def test_chains_and_groups_are_shown_as_python_does(runner: Runner, kind: str) -
         timeout=limit(30),
     )
     last = done.stderr.splitlines()[-1]
-    error = [line[4:] for line in done.stderr.splitlines()[1:-1]]
+    error = [line[4:].rstrip() for line in done.stderr.splitlines()[1:-1]]
     assert error == [line.rstrip() for line in plain.stderr.splitlines()]
     assert "the whole traceback is in" in last
 

@@ -670,7 +670,9 @@ def test_equal_shares_are_warned_of() -> None:
     def run(comm: torchmn.Communicator) -> None:
         next(iter(scatter_loader(DataLoader(Numbers(), 12), comm, read_by="each_rank")))
 
-    with pytest.warns(UserWarning, match="rank 1.*this rank and rank 0 have read the same first"):
+    with pytest.warns(
+        torchmn.errors.ResultWarning, match="rank 1.*this rank and rank 0 have read the same first"
+    ):
         run_ranks(run, 2)
 
 
