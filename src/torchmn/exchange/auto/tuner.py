@@ -261,7 +261,8 @@ class Autotuner(Schedule):
     def _decide(self, plan: Plan, why: str) -> None:
         self.plan, self._trying = plan, None
         self.reason = f"{plan}\n{why}"
-        self._reducer.comm.logger(__name__).info("auto selected %s", self.reason)
+        comm = self._reducer.comm
+        comm.logger(__name__).info("auto selected %s", self.reason)
         self._use(plan)
 
     def _check_drift(self) -> None:
