@@ -405,7 +405,7 @@ def test_the_report_has_the_batch_and_what_will_not_pay(tmp_path: Path) -> None:
         "end of the record, and the global batch is 64 (McCandlish et al. 2018, arXiv 1812.06162)."
     )
     assert escape(summary.batch_advice) in page([(summary, [])], None, None)
-    show(Console(file=(text := StringIO()), width=1000), [(summary, [])], None)
+    show(Console(file=(text := StringIO()), width=1000), [(summary, [])], None, None)
     assert summary.batch_advice in text.getvalue()
-    as_read = as_json([(summary, [])], None)["runs"][0]
+    as_read = as_json([(summary, [])], None, None)["runs"][0]
     assert as_read["gradient_noise_scale"] == summary.noise_scale
