@@ -39,8 +39,8 @@ def report(
     """Show where the time of the steps of a run goes, what limits it and what to do.
 
     Runs may continue meanwhile. Two runs are compared: the exit status is 1 if the second one is
-    slower, 0 if not, and 2 if they cannot be compared. Several runs with different numbers of
-    ranks show how the training scales.
+    slower, 0 if not, and 2 if they cannot be compared. Runs with different numbers of ranks show
+    how the training scales.
     """
     from torchmn.observe.report.metrics import write_metrics
 
@@ -74,7 +74,7 @@ def _report(folders: list[Path], output: Path | None, *, is_text: bool, is_json:
     scaling = scaling_of(summaries) if len(summaries) > 1 else None
     compared: Comparison | None = None
     problem: DataError | None = None
-    if len(summaries) == 2:
+    if len({summary.run.size for summary in summaries}) == 1 and len(summaries) == 2:
         try:
             compared = compare(*summaries)
         except DataError as error:  # raised at the end: each run can be reported on

@@ -207,6 +207,8 @@ class SessionCheckpoints:
                 "the first sample."
             )
         self._updater.load_state_dict(external["session"])
+        if self.comm.rank == 0:
+            print(f"Restoring training session from the checkpoint '{where}'", flush=True)
         return True
 
     def _last_preserved(self) -> Path | None:

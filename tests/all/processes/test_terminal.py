@@ -241,8 +241,10 @@ def test_width_and_colours_are_those_of_the_terminal(runner: Runner, terminal) -
     assert "facts 96 3" in shell.shown
 
 
-def test_no_width_and_no_colours_without_a_terminal(runner: Runner) -> None:
+def test_no_width_and_no_colours_without_a_terminal(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("COLUMNS", "FORCE_COLOR"):
-        os.environ.pop(name, None)
+        monkeypatch.delenv(name, raising=False)
     done = runner.run("-n", "1", "--backend", "gloo", runner.script(FACTS))
     assert "facts None None" in done.stdout

@@ -76,11 +76,10 @@ def test_two_runs_are_compared(tmp_path: Path) -> None:
     assert "B is slower than A." in (tmp_path / "page.html").read_text()
 
 
-def test_two_runs_that_cannot_be_compared(runs: Sequence[Path]) -> None:
-    """They are reported on all the same, as a scaling."""
+def test_two_runs_on_different_numbers_of_ranks(runs: Sequence[Path]) -> None:
+    """They are a scaling."""
     done = run("-m", "torchmn", "report", str(runs[0]), str(runs[1]), "--json")
-    assert done.returncode == 2
-    assert "cannot be compared: A has 1 ranks, and B has 2" in done.stderr
+    assert done.returncode == 0, done.stderr
     found = checked("report", done.stdout)
     assert found["comparison"] is None
     assert len(found["scaling"]["points"]) == 2
