@@ -260,7 +260,10 @@ def test_inside_a_job_of_one_rank(runner: Runner, backend: str) -> None:
 # ---- bad input ----------------------------------------------------------------------------------
 
 BAD_INPUT = {
-    "not a number": (["-n", "two", "script.py"], "-n must be a whole number, gpu, cpu or auto, got 'two'."),
+    "not a number": (
+        ["-n", "two", "script.py"],
+        "-n must be a whole number, gpu, cpu or auto, got 'two'.",
+    ),
     "no script": (["-n", "1", "missing.py"], "There is no script 'missing.py'"),
     "no module": (["-n", "1", "-m", "no_such_module"], "no module 'no_such_module'"),
     "unknown option": (["--frobnicate", "script.py"], "--frobnicate"),
