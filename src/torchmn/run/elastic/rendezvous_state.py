@@ -101,8 +101,8 @@ class RendezvousState:
     """Decides on the rounds of an elastic job.
 
     Ranks are numbered by the ``node_rank`` of their hosts; without one in the order of ``hosts``,
-    which the launcher starts. If ``is_open``, others that know the secret may join, and come last.
-    ``own_node_rank`` is that of the launcher's host, if the user has given it one.
+    which the launcher starts. With ``own_node_rank``, that of the launcher's host, others that know
+    the secret may join, and come last.
     """
 
     def __init__(
@@ -111,13 +111,12 @@ class RendezvousState:
         limits: Limits,
         *,
         now: float,
-        is_open: bool = False,
         own_node_rank: int | None = None,
     ) -> None:
         self._own_node_rank = own_node_rank
         self._started = tuple(hosts)
         self._hosts = list(hosts)  # with those that have joined, in the order of their arrival
-        self._is_open = is_open
+        self._is_open = own_node_rank is not None
         self._limits = limits
         self._connected: dict[str, _Host] = {}
         self._absent: set[str] = set()

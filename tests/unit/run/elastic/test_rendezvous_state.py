@@ -36,9 +36,7 @@ class Play:
             is_fixed=is_fixed,
         )
         self.now = 0.0
-        self.rounds = RendezvousState(
-            hosts, limits, now=0.0, is_open=is_open, own_node_rank=0 if is_fixed else None
-        )
+        self.rounds = RendezvousState(hosts, limits, now=0.0, own_node_rank=0 if is_open else None)
 
     def come(self, *hosts: str, versions: dict[str, str] = VERSIONS, **more: object) -> str:
         """They connect and are ready; the problem of the last one."""
