@@ -13,8 +13,8 @@ import selectors
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -89,7 +89,8 @@ class ScriptOutput:
         """Register the streams, each with its callback as data, unless too much is in memory."""
         if sum(len(part.data) for part in self._waiting if part.data) < _MAX_MEMORY_BYTES:
             for pipe in self._pipes:
-                selector.register(pipe.file, selectors.EVENT_READ, self._reader(pipe))
+                read = partial(self._on_readable, pipe)
+                selector.register(pipe.file, selectors.EVENT_READ, read)
 
     def on_shown(self, num_bytes: int) -> None:
         """Note that the supervisor has shown this many bytes, and send more."""
@@ -115,7 +116,7 @@ class ScriptOutput:
         splitter = self._splitters["out"]
         if begins:
             for pipe in self._pipes.copy():
-                self._reader(pipe)()
+                self._on_readable(pipe)
             if not self.wants_refreshes:
                 self._post("out", splitter.finish())
             self.refresh(is_urgent=True)
@@ -131,11 +132,8 @@ class ScriptOutput:
         """
         if not text:
             return
-        for pipe in list(self._pipes):
-            with suppress(BlockingIOError):
-                for _ in range(_MAX_CHUNKS):  # other processes may write without pause
-                    if pipe in self._pipes:
-                        self._on_chunk(pipe, os.read(pipe.file.fileno(), 1 << 16))
+        for pipe in self._pipes.copy():
+            self._read(pipe, _MAX_CHUNKS)  # other processes may write without pause
         is_new_line = not self._log_bytes or self._read_log(self._log_bytes - 1, 1) == b"\n"
         data = ("" if is_new_line else "\n").encode() + f"{text}\n".encode(errors="replace")
         if self._write_log(data) is None:
@@ -147,12 +145,11 @@ class ScriptOutput:
         With ``is_urgent``, at the end of an interrupted job, it stops waiting when the reader of
         the job's output pauses.
         """
-        for pipe in list(self._pipes):
-            while pipe in self._pipes:
-                try:
-                    self._on_chunk(pipe, os.read(pipe.file.fileno(), 1 << 16))
-                except BlockingIOError:  # a process outside our tree holds the other end
-                    self._on_chunk(pipe, b"")
+        for pipe in self._pipes.copy():
+            while self._read(pipe):
+                pass
+            if pipe in self._pipes:  # a process outside our tree holds the other end
+                self._on_chunk(pipe, b"")
         self.send()
         self._shown_at = time.monotonic()
         while self._waiting and self.channel.is_open:
@@ -164,15 +161,21 @@ class ScriptOutput:
         if self._log is not None:
             self._log.close()
 
-    def _reader(self, pipe: _Pipe) -> Callable[[], None]:
-        def read() -> None:
-            if pipe not in self._pipes:  # `write_to_log` has just read its end
-                return
-            with suppress(BlockingIOError):
-                self._on_chunk(pipe, os.read(pipe.file.fileno(), 1 << 16))
-            self.send()
+    def _on_readable(self, pipe: _Pipe) -> None:
+        self._read(pipe)
+        self.send()
 
-        return read
+    def _read(self, pipe: _Pipe, num_chunks: int = 1) -> bool:
+        """Read up to this number of chunks; return whether there may be more."""
+        for _ in range(num_chunks):
+            if pipe not in self._pipes:  # it has ended
+                return False
+            try:
+                chunk = os.read(pipe.file.fileno(), 1 << 16)
+            except BlockingIOError:
+                return False
+            self._on_chunk(pipe, chunk)
+        return True
 
     def _on_chunk(self, pipe: _Pipe, chunk: bytes) -> None:
         """Write a chunk to the log and queue it to be sent; an empty one ends the stream."""

@@ -385,6 +385,22 @@ def test_a_fixed_number_of_hosts_starts_at_once_and_ends_with_any_of_them() -> N
     assert play.over() == "b was lost: gone"
 
 
+def test_the_host_of_the_launcher_has_its_place_in_a_fixed_number() -> None:
+    play = Play("a", min_hosts=2, max_hosts=2, is_open=True, is_fixed=True)
+    assert play.join("b") == ""
+    assert play.join("c") == "the job has its 2 hosts: a, b"
+    play.come("a", node_rank=0)
+    assert names(play.round()) == ["a", "b"]
+
+
+def test_a_notice_of_a_host_that_is_lost_is_too_late() -> None:
+    play = fixed()
+    play.lose("b")
+    assert play.over() == "b was lost: gone"
+    play.rounds.on_host_leaving("b", "AWS will terminate it")
+    assert not play.rounds.drain_decisions()
+
+
 def test_a_host_that_leaves_a_fixed_number_ends_the_job() -> None:
     play = fixed()
     play.rounds.on_host_leaving("b", "it received SIGINT")
