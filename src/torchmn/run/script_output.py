@@ -270,9 +270,9 @@ _MOVES = re.compile(r"\x1b\[[0-9;?]*[A-HJKSTfhlsu]|\x1b[78]")
 
 # The live displays of rich, such as several progress bars, hide the cursor while they last. They
 # are drawn again in place, after sequences that erase the line of the cursor and those above it.
-_HIDE, _SHOW = b"\x1b[?25l", b"\x1b[?25h"
-_REDRAW = re.compile(rb"\r\x1b\[2K((?:\x1b\[1A\x1b\[2K)*)")
-_MAX_REDRAW_BYTES = 8  # of one sequence, which may be cut at the end of a chunk
+_LINE_ABOVE = b"\x1b[1A\x1b[2K"
+_LIVE = re.compile(rb"\x1b\[\?25([hl])|\r\x1b\[2K((?:\x1b\[1A\x1b\[2K)*)")
+_CURSOR = re.compile(rb"\x1b\[\?25[hl]")
 
 _MAX_LINE_BYTES = 1 << 16
 _MAX_HISTORY_BYTES = 1 << 12
@@ -289,32 +289,32 @@ class LineSplitter:
 
     def __init__(self) -> None:
         self._rest = b""
+        self._is_live = False
         self._num_redrawn = 0  # lines above that of the cursor in the live display
         self.num_fed, self.fed_at = 0, 0.0
 
     def feed(self, chunk: bytes) -> list[str]:
         """Add a chunk; return the lines that it completes, without line ends."""
         self.num_fed, self.fed_at = self.num_fed + 1, time.monotonic()
-        data, whole = self._rest + chunk, list[bytes]()
-        while _HIDE in data:
-            before, _, live = data.partition(_HIDE)
-            *lines, begun = before.split(b"\n")
-            whole += lines
-            live, is_cut = self._redrawn(begun + live, whole)
-            if _SHOW not in live:
-                # As many lines as were drawn again so far may be drawn again: there are no more
-                # of them, and other programs hide the cursor, too.
-                num_kept = self._num_redrawn + 1
-                lines = live.split(b"\n")
-                if not is_cut or len(live) > _MAX_LINE_BYTES:
-                    whole += lines[:-num_kept]
-                    live = b"\n".join(lines[-num_kept:])
-                self._rest = _HIDE + live
-                break
-            data, self._num_redrawn = live.replace(_SHOW, b"", 1), 0
-        else:
-            *lines, self._rest = data.split(b"\n")
-            whole += lines
+        data, whole, start, is_cut = self._rest + chunk, list[bytes](), 0, False
+        for found in _LIVE.finditer(data):
+            if found[1]:
+                self._is_live = found[1] == b"l"
+                self._num_redrawn *= self._is_live
+            elif self._is_live:
+                is_cut = _LINE_ABOVE.startswith(data[found.end() :])
+                if is_cut:  # more lines above may follow
+                    break
+                num_above = found[2].count(b"A")
+                whole += data[start : found.start()].split(b"\n")[: -1 - num_above]
+                self._num_redrawn = max(self._num_redrawn, num_above)
+                start = found.end()
+        # As many lines as were drawn again so far may be drawn again: there are no more of them,
+        # and other programs hide the cursor, too.
+        *lines, begun = data[start:].split(b"\n")
+        num_done = 0 if is_cut else max(0, len(lines) - self._num_redrawn)
+        whole += lines[:num_done]
+        self._rest = b"\n".join([*lines[num_done:], begun])
         if len(self._rest) > _MAX_HISTORY_BYTES:
             last = self._rest.rstrip(b"\r").rfind(b"\r")
             self._rest = self._rest[max(0, last) :]
@@ -322,21 +322,6 @@ class LineSplitter:
             whole.append(self._rest)
             self._rest = b""
         return [_last_state(line) for line in whole]
-
-    def _redrawn(self, live: bytes, whole: list[bytes]) -> tuple[bytes, bool]:
-        """Add lines of a live display that were not drawn again to ``whole``.
-
-        Returns what it shows now, and whether that ends with a sequence that may be incomplete.
-        """
-        start = 0
-        for found in _REDRAW.finditer(live):
-            if len(live) - found.end() <= _MAX_REDRAW_BYTES:
-                return live[start:], True
-            num_above = found[1].count(b"A")
-            whole += live[start : found.start()].split(b"\n")[: -1 - num_above]
-            self._num_redrawn = max(self._num_redrawn, num_above)
-            start = found.end()
-        return live[start:], False
 
     @property
     def unfinished(self) -> str:
@@ -346,11 +331,11 @@ class LineSplitter:
     @property
     def is_bar(self) -> bool:
         """Whether the unfinished line is written again and again."""
-        return b"\r" in self._rest or _HIDE in self._rest
+        return b"\r" in self._rest or self._is_live
 
     def finish(self) -> list[str]:
         """Return the unfinished line, if any, at the end of the stream."""
-        rest, self._rest = self._rest.replace(_HIDE, b""), b""
+        rest, self._rest = _CURSOR.sub(b"", self._rest), b""
         return [_last_state(line) for line in rest.split(b"\n")] if rest else []
 
 
