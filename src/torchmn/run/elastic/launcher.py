@@ -137,8 +137,7 @@ class ElasticLauncher:
             if self._ranks is not None:
                 self._ranks.disconnect_pending()
         elif isinstance(decision, HostLost):
-            how = "left" if decision.has_left else "was lost"
-            self._output.say(f"{decision.host} {how}: {decision.text}")
+            self._output.say(decision.text)
             self._hosts.give_up(decision.host, self._job.grace_s + _MARGIN_S)
             if self._ranks is not None:
                 self._ranks.drop_host(decision.host)
