@@ -228,7 +228,7 @@ class AgentSession(RankSession):
     def report_failure(self, folder: Path, result: JobResult, summary: str) -> None:
         """Show the error of the rank that failed first, and write ``failure.txt``."""
         self.show_error(result)
-        self._say(write_failure_report(folder, result, summary))
+        self._say(write_failure_report(folder, result, summary, self._job.report))
 
     def show_error(self, result: JobResult) -> None:
         """Show the error of the rank that failed first, unless that was shown a few lines ago.

@@ -40,7 +40,8 @@ class Job:
     own in ``log_dir``, where the newest ``keep_logs`` stay, None for all. The output of the local
     ranks in ``shown`` is shown, None for all. ``warning`` is what the launcher says besides its
     first line, if anything. ``preemption`` is where hosts find out that they will be preempted, see
-    `torchmn.run.preemption_notice`.
+    `torchmn.run.preemption_notice`. What the terminal shows of a failure is also written to
+    ``report``, if that is given.
 
     >>> from torchmn.run.plan import RunOptions, plan_job
     >>> job, _ = plan_job(RunOptions(argv=("python", "train.py"), num_ranks=2), {})
@@ -65,6 +66,7 @@ class Job:
     warning: str = ""
     preemption: str = ""
     keep_logs: int | None = None
+    report: Path | None = None
 
     def __post_init__(self) -> None:
         if self.keep_logs is not None and self.keep_logs < 1:

@@ -28,8 +28,6 @@ from torchmn.run.preemption_notice import checked_source
 from torchmn.run.starters.mpirun import problem_between_hosts
 
 _THREADS = "OMP_NUM_THREADS="
-MEETING_PORT = 29500
-"""The port at which hosts join by default, as torchrun's."""
 LAUNCHERS = ("auto", "local", "mpirun", "torchrun", "srun", "ssh")
 
 
@@ -130,9 +128,8 @@ class RunOptions:
         metavar="CLOUD|FILE",
         default="",
     )
-    # How hosts that are started one by one meet, see `torchmn.run.torchrun_options`.
-    master_addr: str | None = None
-    master_port: int | None = None
+    # Address and port at which hosts that are started one by one meet, and the place of this one.
+    meeting: tuple[str, int] | None = None
     node_rank: int | None = None
     has_fixed_hosts: bool = False  # their number is fixed: the job ends with any of them
     shown: frozenset[int] | None = None
@@ -201,7 +198,7 @@ def detect_existing_rank(options: RunOptions, env: Mapping[str, str]) -> Launche
     ... ).rank
     1
     """
-    if options.master_addr is not None:  # one command on each host, as a task of srun or in a pod
+    if options.meeting is not None:  # one command on each host, as a task of srun or in a pod
         return None
     place = read_launcher_env(env)
     if place is None or place.known_size in (None, 1) or claimed_by(env) is not None:
@@ -304,7 +301,7 @@ def plan_elastic(options: RunOptions, env: Mapping[str, str]) -> tuple[ElasticJo
         raise UnsupportedError(
             "Arguments of --launcher have no effect with --elastic: leave them out."
         )
-    starts_all = options.master_addr is None
+    starts_all = options.meeting is None
     given = allocation(env) if starts_all and not options.names_hosts else None
     hosts = assign_slots(options, given, num_gpus=count_gpus(env))
     if max_hosts > len(hosts) and starts_all:
@@ -329,26 +326,12 @@ def plan_elastic(options: RunOptions, env: Mapping[str, str]) -> tuple[ElasticJo
     is_remote = not all(is_this_host(host.name) for host in hosts)
     backend, reasons = _backend(options, "ssh", env, hosts, given, is_remote=is_remote)
     job = options.job(hosts, "ssh" if is_remote else "local", backend, env)
-    if starts_all:
-        return ElasticJob(job=job, limits=limits), reasons
-    secret = given_secret(env, "--master-addr")
-    return (
-        ElasticJob(
-            job=replace(job, secret=secret),
-            limits=limits,
-            meeting=meeting_place(options),
-            node_rank=options.node_rank or 0,
-        ),
-        reasons,
+    if not starts_all:
+        job = replace(job, secret=given_secret(env, "--master-addr"))
+    elastic = ElasticJob(
+        job=job, limits=limits, meeting=options.meeting, node_rank=options.node_rank or 0
     )
-
-
-def meeting_place(options: RunOptions) -> tuple[str, int]:
-    """Return address and port at which hosts join. Raises UsageError: there can be no such port."""
-    port = MEETING_PORT if options.master_port is None else options.master_port
-    if not 0 < port < 1 << 16:
-        raise UsageError(f"--master-port must be from 1 to 65535, got {port}.")
-    return options.master_addr or "", port
+    return elastic, reasons
 
 
 def assign_slots(

@@ -147,23 +147,27 @@ _OF_OUTER_JOB = frozenset(
 def worker_environment(job: Job, env: Mapping[str, str], *, supervisor: str = "") -> dict[str, str]:
     """Return the environment of all agents of a job, whatever starts them.
 
-    It is ``env`` without the variables that an outer launcher of a single rank left in it, with the
-    job's secret, transport and backend. ``supervisor`` is the address that agents connect to. The
-    names of two hosts suffice for every agent to find its route to another host.
+    It is ``env`` as `without_launcher` returns it, with the job's secret, transport and backend.
+    ``supervisor`` is the address that agents connect to. The names of two hosts suffice for every
+    agent to find its route to another host.
     """
-    dropped = _DROPPED_NAMES if claimed_by(env) is None else _DROPPED_NAMES | _OF_OUTER_JOB
-    kept = {
-        name: text
-        for name, text in env.items()
-        if "_MCA_" in name or not (name in dropped or name.startswith(_DROPPED_PREFIXES))
-    }
     return {
-        **kept,
+        **without_launcher(env),
         SECRET_VARIABLE: job.secret,
         TRANSPORT_VARIABLE: "mpi" if job.backend == "mpi" else "torch",
         BACKEND_VARIABLE: job.backend,
         **({SUPERVISOR_VARIABLE: supervisor} if supervisor else {}),
         **({HOSTS_VARIABLE: ",".join(deciding_hosts(job))} if job.has_other_hosts else {}),
+    }
+
+
+def without_launcher(env: Mapping[str, str]) -> dict[str, str]:
+    """Return ``env`` without the variables that an outer launcher of a single rank left in it."""
+    dropped = _DROPPED_NAMES if claimed_by(env) is None else _DROPPED_NAMES | _OF_OUTER_JOB
+    return {
+        name: text
+        for name, text in env.items()
+        if "_MCA_" in name or not (name in dropped or name.startswith(_DROPPED_PREFIXES))
     }
 
 

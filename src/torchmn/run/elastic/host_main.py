@@ -91,8 +91,8 @@ class Host:
         self._kill_at = math.inf  # when the agents, which were asked to end, are killed
         self._leave: Shutdown | None = None
 
-    def run(self) -> str:
-        """Take part until the end; return why the job failed or continues without this host."""
+    def run(self) -> Shutdown:
+        """Take part until the end; return why this host has left."""
         while True:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._wakeup, selectors.EVENT_READ, self._on_signals)
@@ -107,13 +107,15 @@ class Host:
             if self._agents:
                 self._enforce_end()
             elif self._leave is not None:
-                return self._leave.text
+                return self._leave
             elif self._state == "running":
                 self._round_ended()
 
     def _on_signals(self) -> None:
         for signum in self._wakeup.recv(64):
-            if signum in _ENDING_SIGNALS:
+            if signum == signal.SIGINT and self._leave and self._leave.signum == signum:
+                self._kill_at = 0.0  # a second Ctrl-C
+            elif signum in _ENDING_SIGNALS:
                 self._channel.post(HostLeaving(text=f"it received {signal_name(-signum)}"))
                 self._go(Shutdown(signum=signum, text=""), self._grace_after(signum))
         for pid, returncode in reap_children():
@@ -165,6 +167,7 @@ class Host:
                 worker_command(),
                 env={**env, **rank_variables(slots, inter_rank, intra_rank)},
                 stdin=subprocess.DEVNULL,
+                start_new_session=True,  # so that Ctrl-C reaches us alone, who pass it on
             )
             agent.returncode = 0  # this class reaps; without it Popen would warn
             self._agents.add(agent.pid)
@@ -211,7 +214,7 @@ class Host:
 def main() -> int:
     """Run this host's part of the job; the exit code is 0 if it ended regularly."""
     try:
-        text = take_part(lambda: decode(sys.stdin.readline(), RunHost))
+        text = take_part(lambda: decode(sys.stdin.readline(), RunHost)).text
     except TorchmnError as error:
         text = str(error)
     if text:
@@ -219,11 +222,12 @@ def main() -> int:
     return 1 if text else 0
 
 
-def take_part(find_order: Callable[[], RunHost]) -> str:
-    """Run this host's part of a job; return why the job failed or continues without this host.
+def take_part(find_order: Callable[[], RunHost]) -> Shutdown:
+    """Run this host's part of a job; return why it has left.
 
-    Empty if it ended regularly. The process can do nothing else afterwards. Raises LaunchError: the
-    launcher does not answer, or does not know the secret.
+    The ``text`` says why the job failed or continues without this host; it is empty if it ended
+    regularly. The process can do nothing else afterwards. Raises LaunchError: the launcher does not
+    answer, or does not know the secret.
     """
     adopt_orphans()
     # the launcher forwards SIGUSR1 and SIGUSR2, which are not ignored: that would be inherited

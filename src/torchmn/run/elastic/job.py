@@ -12,7 +12,6 @@ from torchmn.cluster.environment_variables import (
     SUPERVISOR_VARIABLE,
     TRANSPORT_VARIABLE,
 )
-from torchmn.cluster.network import is_this_host
 from torchmn.control.codec import encode
 from torchmn.control.messages import JobOrder
 from torchmn.run.elastic.host_main import RunHost
@@ -29,13 +28,13 @@ class ElasticJob:
     """A job whose hosts may be lost and come back.
 
     ``meeting`` is the address and the port at which hosts that know the secret may join; ``None``
-    if only those of ``job`` take part. ``node_rank`` is that of the launcher's host.
+    if only those of ``job`` take part. Then ``node_rank`` of the launcher's host has no meaning.
     """
 
     job: Job
     limits: Limits
     meeting: tuple[str, int] | None = None
-    node_rank: int | None = None
+    node_rank: int = 0
 
 
 def parse_elastic(text: str) -> tuple[int, int, float]:
@@ -80,7 +79,7 @@ def host_process(
         slots=next(each.slots for each in job.hosts if each.name == host),
         secret=job.secret,
         rendezvous=rendezvous,
-        node_rank=elastic.node_rank if is_this_host(host) else None,
+        node_rank=None if elastic.meeting is None else elastic.node_rank,
         env={
             name: text
             for name, text in env.items()

@@ -65,8 +65,7 @@ class ElasticLauncher:
             names,
             elastic.limits,
             now=self._clock.now,
-            is_open=elastic.meeting is not None,
-            own_node_rank=elastic.node_rank,
+            own_node_rank=None if elastic.meeting is None else elastic.node_rank,
         )
         self._rendezvous = Rendezvous(
             AuthenticatedListener(meeting, secret=self._job.secret, role=ROLE),

@@ -101,8 +101,8 @@ class RendezvousState:
     """Decides on the rounds of an elastic job.
 
     Ranks are numbered by the ``node_rank`` of their hosts; without one in the order of ``hosts``,
-    which the launcher starts. If ``is_open``, others that know the secret may join, and come last.
-    ``own_node_rank`` is that of the launcher's host, if the user has given it one.
+    which the launcher starts. With ``own_node_rank``, that of the launcher's host, others that know
+    the secret may join, and come last.
     """
 
     def __init__(
@@ -111,13 +111,12 @@ class RendezvousState:
         limits: Limits,
         *,
         now: float,
-        is_open: bool = False,
         own_node_rank: int | None = None,
     ) -> None:
         self._own_node_rank = own_node_rank
         self._started = tuple(hosts)
         self._hosts = list(hosts)  # with those that have joined, in the order of their arrival
-        self._is_open = is_open
+        self._is_open = own_node_rank is not None
         self._limits = limits
         self._connected: dict[str, _Host] = {}
         self._absent: set[str] = set()
@@ -201,9 +200,10 @@ class RendezvousState:
 
     def on_host_leaving(self, host: str, why: str) -> None:
         """Handle that a host will leave: it is in no further round."""
-        if self._connected[host].leaves:
+        host_state = self._connected.get(host)
+        if host_state is None or host_state.leaves:  # a rank of a lost host may have said so
             return
-        self._connected[host].leaves = why
+        host_state.leaves = why
         text = f"{host} leaves: {why}"
         self._decisions.append(UserMessage(text=f"{text}."))
         if host in self._members and self._phase == "running":
@@ -289,8 +289,10 @@ class RendezvousState:
             return f"the job's hosts are {', '.join(self._hosts)}"
         if self._limits.is_fixed and (member.node_rank or 0) >= self._limits.max_hosts:
             return f"--node-rank must be less than --nnodes {self._limits.max_hosts} there"
-        if self._limits.is_fixed and len(self._connected) >= self._limits.max_hosts:
-            return f"the job has its {self._limits.max_hosts} hosts: {', '.join(self._connected)}"
+        # the launcher's own host may come later than others, and takes part
+        members = dict.fromkeys([*self._started, *self._connected])
+        if self._limits.is_fixed and member.joins and len(members) >= self._limits.max_hosts:
+            return f"the job has its {self._limits.max_hosts} hosts: {', '.join(members)}"
         if member.joins and member.host in self._connected:
             return (
                 f"a host named {member.host} takes part. Give each host another name; if this is "
