@@ -11,7 +11,7 @@ from itertools import takewhile
 
 from msgspec import structs
 
-from torchmn.cluster.units import counted, spans
+from torchmn.cluster.units import counted, listed, spans
 from torchmn.control.messages import (
     CollectiveStatus,
     Inspection,
@@ -418,8 +418,7 @@ def _lines_of(
 
 def _ranks(ranks: Iterable[int]) -> str:
     known = sorted(ranks)
-    some = ", ".join(map(str, known[:_NUM_NAMED])) + (", ..." if len(known) > _NUM_NAMED else "")
-    return f"rank {some}" if len(known) == 1 else f"ranks {some}"
+    return listed("rank", [*known[:_NUM_NAMED], *["..."] * (len(known) > _NUM_NAMED)])
 
 
 def _name(rank: int, hosts: Mapping[int, str]) -> str:

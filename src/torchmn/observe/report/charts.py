@@ -7,7 +7,7 @@ import numpy as np
 
 from torchmn.observe.read.recorded_run import Floats, Integers
 from torchmn.observe.report.drawing import Axis, Drawing, axis_of, axis_of_names
-from torchmn.observe.report.summary import Summary, bits, duration, rank_list
+from torchmn.observe.report.summary import Summary, bits, duration, number_list, rank_list
 from torchmn.observe.report.tables import MAX_ROWS, Scaling, Table, links_table, scaling_table
 from torchmn.record.records import PHASES
 
@@ -202,7 +202,7 @@ def _lateness(summary: Summary) -> Chart:
     means, spread = late[summary.num_warmup :].mean(0), late[summary.num_warmup :].max(0)
     order = np.argsort(means)[::-1]
     worst = int(order[0])
-    names = [rank_list(ranks).split(" ", 1)[1] for ranks in numbers]
+    names = [number_list(ranks) for ranks in numbers]
     drawing = Drawing(
         axis_of(summary.step, "step"),
         axis_of_names(names, "rank", is_reversed=True),

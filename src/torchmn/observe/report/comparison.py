@@ -111,7 +111,10 @@ _STATISTICS: tuple[Statistic, ...] = ("median", "mean")
 
 
 def compare(a: Summary, b: Summary) -> Comparison:
-    """Compare two runs of the same training. Raises DataError: they cannot be compared."""
+    """Compare two runs of the same training on equally many ranks.
+
+    Raises DataError: they cannot be compared.
+    """
     _raise_if_incomparable(a, b)
     rng = np.random.default_rng(0)
     one, two = _steps(a), _steps(b)
@@ -153,9 +156,7 @@ def _raise_if_incomparable(a: Summary, b: Summary) -> None:
     why = ""
     short = next((each for each in (a, b) if len(each.steady) < MIN_STEPS), None)
     samples = [float(each.column("samples").mean()) for each in (a, b)]
-    if a.run.size != b.run.size:
-        why = f"A has {a.run.size} ranks, and B has {b.run.size}"
-    elif short is not None:
+    if short is not None:
         why = (
             f"{short.run.folder} has {len(short.steady)} steps after its warm-up, and at least "
             f"{MIN_STEPS} are needed"
@@ -195,12 +196,11 @@ def _resamples(steps: Floats, rng: np.random.Generator) -> tuple[Floats, Floats]
 
 def _changed(a: Summary, b: Summary) -> dict[str, tuple[str, str]]:
     """Return the settings and versions that differ, without the words that say why."""
-    both = [{**each.ranks[0].settings, **each.ranks[0].start.versions} for each in (a, b)]
-    names = [name for name in both[0] if name not in ("reason", "topology")]
+    one, two = a.settings_and_versions, b.settings_and_versions
     return {
-        name: (both[0][name], both[1][name])
-        for name in names
-        if name in both[1] and both[0][name] != both[1][name]
+        name: (one[name], two[name])
+        for name in one
+        if name not in ("reason", "topology") and name in two and one[name] != two[name]
     }
 
 

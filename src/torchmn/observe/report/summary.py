@@ -164,6 +164,11 @@ class Summary:
             return None
         return float(samples.mean() / self.step_s * self.run.size)
 
+    @property
+    def settings_and_versions(self) -> dict[str, str]:
+        """What the training and its libraries are, as the first rank has recorded it."""
+        return {**self.ranks[0].settings, **self.ranks[0].start.versions}
+
     @cached_property
     def noise_scale(self) -> float | None:
         """Gradient noise scale at the end of the record, in samples; None if not measured."""
@@ -414,12 +419,17 @@ def bits(bytes_per_s: float) -> str:
     return f"{rate / 1e9:.2f} Gb/s" if rate >= 1e8 else f"{rate / 1e6:.2f} Mb/s"
 
 
-def rank_list(ranks: list[int], *, max_parts: int = 8) -> str:
+def rank_list(ranks: list[int]) -> str:
     """Format a list of ranks, as ``Ranks 0-3 and 7``."""
-    words = spans(ranks)
+    return ("Rank " if len(ranks) == 1 else "Ranks ") + number_list(ranks)
+
+
+def number_list(numbers: list[int], *, max_parts: int = 8) -> str:
+    """Format a list of numbers, as ``0-3 and 7``."""
+    words = spans(numbers)
     if len(words) > max_parts:
-        words = [*words[:max_parts], f"others, {len(ranks)} in all"]
-    return ("Rank " if len(ranks) == 1 else "Ranks ") + listed(words)
+        words = [*words[:max_parts], f"others, {len(numbers)} in all"]
+    return listed(words)
 
 
 def listed(words: list[str]) -> str:

@@ -9,7 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchmn.cluster.units import grouped
-from torchmn.observe.report.summary import Summary, bits, duration, megabytes, rank_list
+from torchmn.observe.report.summary import (
+    Summary,
+    bits,
+    duration,
+    megabytes,
+    number_list,
+    rank_list,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +167,7 @@ def placement_table(summary: Summary) -> Table:
                 start.host,
                 str(start.intra_rank),
                 start.device,
-                rank_list(start.cpus, max_parts=4).split(" ", 1)[1] if start.cpus else "",
+                number_list(start.cpus, max_parts=4) if start.cpus else "",
                 str(start.pid),
                 duration(float(rank.clock.error_s.max())) if rank.clock.is_known else "",
             )

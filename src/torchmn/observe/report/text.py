@@ -35,7 +35,7 @@ def show(
     """Print findings, phases, links and slow steps of each run, and how runs compare."""
     for summary, findings in reports:
         console.print(_run(summary, findings))
-    if scaling is not None and compared is None:
+    if scaling is not None:
         console.print(_scaling(scaling))
     _show_comparison(console, compared)
 

@@ -96,6 +96,7 @@ class ElasticLauncher:
             self._rendezvous.close()
             self._listener.close()
             self._inspections.close()
+            self._owner.close()
         code = self._report()
         self._owner.finish_output()
         return code
