@@ -41,7 +41,7 @@ class StartScript(Message, frozen=True, kw_only=True):
     """Supervisor: the command to run; ``env`` holds variables that the launcher has not set.
 
     ``grace_s`` is how long the script may take to exit when the job fails, ``signal_grace_s`` after
-    a signal from outside of the job; ``None`` leaves that to the scheduler. ``preemption`` is where
+    a signal from outside of the job; infinity leaves that to the scheduler. ``preemption`` is where
     the host finds out that it will be preempted, see `torchmn.run.preemption_notice`.
     """
 
@@ -49,7 +49,7 @@ class StartScript(Message, frozen=True, kw_only=True):
     cwd: str
     log_dir: str
     grace_s: float
-    signal_grace_s: float | None
+    signal_grace_s: float
     wants_refreshes: bool
     script: str
     env: dict[str, str]
@@ -363,7 +363,7 @@ class JobOrder(Message, frozen=True, kw_only=True):
     cwd: str
     script: str
     grace_s: float
-    signal_grace_s: float | None
+    signal_grace_s: float
     preemption: str
     env: dict[str, str]
 

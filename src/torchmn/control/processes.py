@@ -40,12 +40,18 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def kill_on_parent_death(signum: int = signal.SIGKILL) -> Callable[[], None]:
-    """Return a ``preexec_fn`` by which the child gets ``signum`` when its starting thread ends."""
+def kill_on_parent_death(
+    signum: int = signal.SIGKILL, *, blocked: Collection[signal.Signals] = ()
+) -> Callable[[], None]:
+    """Return a ``preexec_fn`` by which the child gets ``signum`` when its starting thread ends.
+
+    Signals in ``blocked`` wait until the child unblocks them.
+    """
     prctl = ctypes.CDLL(None, use_errno=True).prctl  # loaded before the fork
     parent = os.getpid()
 
     def request_signal() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
         prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)
         if os.getppid() != parent:  # it died before the request
             os._exit(128 + signum)

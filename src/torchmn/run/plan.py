@@ -1,5 +1,6 @@
 """Plan a job from the options of `torchmn run`: hosts, launcher and backend, and why."""
 
+import math
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -165,7 +166,7 @@ class RunOptions:
         self, hosts: tuple[Host, ...], launcher: Launcher, backend: Backend, env: Mapping[str, str]
     ) -> Job:
         """The job on these hosts."""
-        signal_grace_s = None if is_scheduled(env) else SIGNAL_GRACE_S
+        signal_grace_s = math.inf if is_scheduled(env) else SIGNAL_GRACE_S
         return Job(
             argv=self.argv,
             script=self.script,
