@@ -16,6 +16,7 @@ from typing import Literal
 from torchmn.base.errors import UsageError
 from torchmn.cluster.hostlists import Host
 from torchmn.control.processes import python_module, signal_name
+from torchmn.run.elastic.rendezvous_state import Limits
 
 Backend = Literal["gloo", "nccl", "mpi"]
 Launcher = Literal["local", "mpirun", "torchrun", "srun", "ssh"]
@@ -44,6 +45,10 @@ class Job:
     `torchmn.run.preemption_notice`. What the terminal shows of a failure is also written to
     ``report``, if that is given.
 
+    With ``limits`` the job is elastic: its hosts may be lost and come back, and join at the address
+    and port ``meeting``, where the launcher's own host has this ``node_rank``; without ``meeting``
+    only ``hosts`` take part.
+
     >>> from torchmn.run.plan import RunOptions, plan_job
     >>> job, _ = plan_job(RunOptions(argv=("python", "train.py"), num_ranks=2), {})
     >>> job.argv
@@ -68,6 +73,9 @@ class Job:
     preemption: str = ""
     keep_logs: int | None = None
     report: Path | None = None
+    limits: Limits | None = None
+    meeting: tuple[str, int] | None = None
+    node_rank: int = 0
 
     def __post_init__(self) -> None:
         if self.keep_logs is not None and self.keep_logs < 1:
