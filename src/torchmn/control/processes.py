@@ -23,16 +23,7 @@ from torchmn.control.messages import ProcessState
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
-_STATES = {
-    "R": ProcessState.RUNNING,
-    "S": ProcessState.SLEEPING,
-    "D": ProcessState.DEVICE_WAIT,
-    "T": ProcessState.STOPPED,
-    "t": ProcessState.TRACED,
-    "Z": ProcessState.EXITED,
-    "X": ProcessState.EXITED,
-    "": ProcessState.GONE,
-}
+_STATES = {letter: state for state in ProcessState for letter in state.letters}
 
 
 def adopt_orphans() -> None:
@@ -130,7 +121,9 @@ def resident_nbytes(pid: int) -> int:
 def process_state(pid: int) -> tuple[ProcessState, str]:
     """Return the state of a process, and the kernel function in which it waits, if known."""
     kernel_function = _read(pid, "wchan").strip().strip("0")
-    return _STATES.get(_state_letter(pid), ProcessState.UNKNOWN), kernel_function
+    letter = _state_letter(pid)
+    unknown = ProcessState.UNKNOWN if letter else ProcessState.GONE
+    return _STATES.get(letter, unknown), kernel_function
 
 
 def is_stopped(pid: int) -> bool:
