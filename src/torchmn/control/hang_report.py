@@ -280,6 +280,7 @@ def _source(
         elsewhere = _waiting(pending.missing, statuses)
         if len(elsewhere) < len(pending.missing):
             return pending, False  # one of them does not wait
+        # Groups that wait for each other would be followed round and round.
         new = [c for c in elsewhere.values() if not any(_is_same_group(c, old) for old in seen)]
         if not new:
             return pending, True
@@ -379,6 +380,7 @@ def _with_equal_lines(ranks: Sequence[int], statuses: Statuses) -> list[list[int
     for rank in ranks:
         status = statuses.get(rank)
         if status is not None:
+            # Replies are of different moments, and memory differs on ranks that do the same.
             without_age = tuple(structs.replace(each, age_s=0.0) for each in status.collectives)
             status = replace(status, collectives=without_age, details=())
         found.setdefault(status, []).append(rank)

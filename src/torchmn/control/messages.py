@@ -423,6 +423,7 @@ class Shutdown(Message, frozen=True, kw_only=True):
 
 def _kinds(base: type[Message]) -> list[type[Message]]:
     """Return the subclasses that have no subclasses."""
+    # Base classes are never sent.
     return [kind for each in base.__subclasses__() for kind in _kinds(each)] or [base]
 
 

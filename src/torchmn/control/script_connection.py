@@ -94,6 +94,7 @@ class ScriptLink:
         for message in self._channel.collect():
             if isinstance(message, StatusReply) and self._reply_by:
                 self._reply_by.popleft()
+            # A script does not speak for its agent, such as about how it has ended.
             if isinstance(message, _FROM_SCRIPTS):
                 self._forward(message)
 

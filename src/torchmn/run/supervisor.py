@@ -86,6 +86,7 @@ class Supervisor:
         with selectors.DefaultSelector() as selector:
             selector.register(self._owner, selectors.EVENT_READ, self._on_wakeup)
             self._session.register(selector)
+            # Not longer: a deadline, or a process that is stopped, wakes nobody.
             for key, _ in selector.select(0.2):
                 key.data()
         self._session.accept()

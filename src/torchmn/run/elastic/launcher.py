@@ -181,6 +181,7 @@ class ElasticLauncher:
 
     def _on_notice(self, host: str, text: str) -> None:
         """Continue without a host that will be preempted, unless it is the launcher's own."""
+        # The connections of all hosts end with this process: no other one can go on without it.
         if is_this_host(host):
             self._output.say(f"{host}, the host of the launcher: {text}. All ranks save and exit.")
         else:
