@@ -272,12 +272,9 @@ class Autotuner(Schedule):
         # The turns of a plan differ by the noise: what is slower in one of them is not faster.
         if max(turns[best]) * MARGIN >= min(turns[self._default]):
             best = self._default
-        tried = "; ".join(
-            f"{plan}: {', '.join(f'{step_s * 1e3:.1f}' for step_s in own)} ms"
-            for plan, own in turns.items()
-        )
+        tried = ", ".join(f"{plan} {min(own) * 1e3:.1f} ms" for plan, own in turns.items())
         if len(turns) > 1 and best == self._default:
-            tried += f"; the default is kept, as none was {MARGIN - 1:.0%} faster in both turns"
+            tried += f"; the first is kept, as none was {MARGIN - 1:.0%} faster in both turns"
         self.planned_s = min(turns[best])
         self._decide(best, f"{self.reason}\ntried: {tried}")
 

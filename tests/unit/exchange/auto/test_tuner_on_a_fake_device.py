@@ -97,4 +97,4 @@ def test_the_plan_with_the_least_work_of_the_device_is_selected(
         assert len(each.trials) == 4
         for trial in each.trials:
             assert trial.step_s == round(trial.step_s, 1) >= 10  # operations, not seconds
-    assert ("the default is kept" in caplog.text) == (default == ONE_BUCKET)
+    assert ("the first is kept" in caplog.text) == (default == ONE_BUCKET)
