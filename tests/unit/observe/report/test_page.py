@@ -124,7 +124,7 @@ def test_charts_show_the_late_rank(summaries: list[Summary]) -> None:
 
 def test_peaks_are_where_they_were_and_equally_high(tmp_path: Path) -> None:
     """There are more steps than places: two share one, in the whole run."""
-    peaks = {step: (0, "other", 0.2) for step in (20, 100, 161)}
+    peaks = dict.fromkeys((20, 100, 161), (0, "other", 0.2))
     run = ImitatedRun(num_ranks=2, num_steps=184, slow_steps=peaks, jitter=0.0)
     summary = summary_of(run, tmp_path)
     by_title = {chart.title: chart.drawing for chart in run_charts(summary)}
