@@ -243,7 +243,7 @@ def _lateness(summary: Summary) -> Chart:
 
 
 def _links(summary: Summary) -> Chart:
-    links = summary.busiest_links[:MAX_BARS]
+    links = summary.links[:MAX_BARS]
     names = [f"{link.source} to {link.target}" for link in links]
     measured = [8e-9 * link.bytes_per_s for link in links]
     known = [8e-9 * (link.nominal_bytes_per_s or 0.0) for link in links]
