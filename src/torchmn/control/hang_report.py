@@ -5,7 +5,7 @@ For a job that hangs, and for `torchmn inspect`. Pure functions of the status of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
@@ -121,10 +121,7 @@ def _cause(
         return pending, _disagreement(_waiting(sorted(hosts), statuses)), ()
     if not missing:
         return pending, _disagreement(pending.waiting), ()
-    text = _missing_text(
-        missing, hosts, lambda rank: _activity(statuses.get(rank), pending.collective)
-    )
-    return pending, text, missing
+    return pending, _missing_text(missing, statuses, hosts, pending.collective), missing
 
 
 def report_of_joining(
@@ -143,7 +140,7 @@ def report_of_joining(
     )
     head = f"joining all ranks (create_communicator) has not completed within {joining.limit_s:g} s"
     if missing:
-        cause = _missing_text(missing, hosts, lambda rank: _activity(statuses.get(rank)))
+        cause = _missing_text(missing, statuses, hosts)
     else:
         cause = (
             "all ranks have reached it, so there is a connectivity problem. Check the network "
@@ -154,9 +151,13 @@ def report_of_joining(
 
 
 def _missing_text(
-    missing: tuple[int, ...], hosts: Mapping[int, str], activity: Callable[[int], str]
+    missing: tuple[int, ...],
+    statuses: Statuses,
+    hosts: Mapping[int, str],
+    collective: CollectiveStatus | None = None,
 ) -> str:
-    parts = [f"{_name(rank, hosts)} {activity(rank)}" for rank in missing[:_NUM_NAMED]]
+    named = missing[:_NUM_NAMED]
+    parts = [f"{_name(r, hosts)} {_activity(statuses.get(r), collective)}" for r in named]
     return f"{_ranks(missing)} did not reach it: {'; '.join(parts)}"
 
 
