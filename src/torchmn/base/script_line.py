@@ -7,6 +7,7 @@ result. `torchmn.nn.functions.recomputation` inspects frames for another reason,
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from functools import cache
 from pathlib import Path
@@ -24,17 +25,20 @@ def script_line() -> str:
 
 def script_frame() -> FrameType | None:
     """The innermost frame outside torchmn and torch; None if this thread has none. Local."""
-    libraries = _libraries()
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(libraries):
+    while frame is not None and is_internal(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
+
+
+def is_internal(file: str) -> bool:
+    """Whether a file belongs to torchmn or torch. Local."""
+    return file.startswith(_libraries())
 
 
 @cache
 def _libraries() -> tuple[str, ...]:
     # Without importing torch, which takes seconds.
     found = importlib.util.find_spec("torch")
-    return str(Path(__file__).parents[1]), *(
-        found.submodule_search_locations or () if found else ()
-    )
+    folders = found.submodule_search_locations or () if found else ()
+    return tuple(os.path.join(each, "") for each in (Path(__file__).parents[1], *folders))

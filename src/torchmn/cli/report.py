@@ -79,15 +79,16 @@ def _report(folders: list[Path], output: Path | None, *, is_text: bool, is_json:
             compared = compare(*summaries)
         except DataError as error:  # raised at the end: each run can be reported on
             problem = error
+    shown = scaling if compared is None else None  # JSON has both
     if is_json:
         typer.echo(json.dumps(as_json(reports, scaling, compared), indent=1))
     elif is_text:
-        show(Console(), reports, scaling, compared)
+        show(Console(), reports, shown, compared)
     else:
         folder = summaries[0].run.folder
         file = output or (folder.parent if folder.name == "steps" else folder) / "report.html"
         try:
-            text = page(reports, scaling, compared)
+            text = page(reports, shown, compared)
             write_whole(file, text.encode(errors="replace"), mode=0o666)
         except OSError as error:
             raise UsageError(

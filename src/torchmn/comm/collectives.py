@@ -337,7 +337,7 @@ class Collectives:
     def bcast_data(self, model: nn.Module) -> None:
         """Copy the parameters and buffers of rank 0 to all ranks, in place.
 
-        A tensor that has the same checksum (CRC-32) on all ranks is not sent.
+        A tensor that has the same digest (SHA-256) on all ranks is not sent.
 
         Raises, before anything is written:
             RankMismatchError: on all ranks, the models differ in the names, the order, the shapes
@@ -345,7 +345,7 @@ class Collectives:
             UsageError: a tensor is sparse, quantized, nested or on the meta device
                 (RankMismatchError on other ranks).
         """
-        self.engine.call(self._jobs.bcast_data(model))
+        bcast_where_different(self, model)
 
     def _check_peer(self, role: str, peer: int) -> None:
         if not 0 <= peer < self.size or peer == self.rank:
@@ -366,6 +366,11 @@ def allgather_for(comm: Collectives, name: str, obj: object) -> list[Any]:
 def bcast_for(comm: Collectives, name: str, obj: object) -> Any:
     """`Communicator.bcast_obj` from rank 0 as a part of another one; errors call it ``name``."""
     return comm.engine.call(comm._jobs.bcast_obj(obj, 0, name))
+
+
+def bcast_where_different(comm: Collectives, model: nn.Module) -> list[str]:
+    """`Communicator.bcast_data`; returns the names of the tensors that were sent. *Collective.*"""
+    return comm.engine.call(comm._jobs.bcast_data(model))
 
 
 def scatter_for(comm: Collectives, name: str, objs: Sequence[object] | None) -> Any:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from torchmn.base.errors import RankMismatchError, UsageError
 from torchmn.comm import object_codec
-from torchmn.comm.checksums import checksum
+from torchmn.comm.checksums import digest
 from torchmn.comm.collective_checks import INLINE_BYTES, Call, CallCheck, Row
 from torchmn.comm.group import Group
 from torchmn.comm.local_tensors import local_part, placement_of
@@ -216,7 +216,8 @@ class CollectiveJobs:
     # ---- models and groups ----
 
     @_rejecting
-    def bcast_data(self, model: nn.Module) -> Job[None]:
+    def bcast_data(self, model: nn.Module) -> Job[list[str]]:
+        """Copy rank 0's tensors where ranks differ; the result are the names of those sent."""
         named = dict([*model.named_parameters(), *model.named_buffers()])
         tensors = {
             n: dense(f"bcast_data of '{n}'", local_part(tensor)) for n, tensor in named.items()
@@ -227,20 +228,21 @@ class CollectiveJobs:
             [f"{d}{p}" for d, p in zip(_described(tensors), placements, strict=True)],
         )
 
-        def job() -> None:
+        def job() -> list[str]:
             self.check.compare(call)
+            plain = {n: t.detach().resolve_conj().resolve_neg() for n, t in tensors.items()}
+            digests = [digest(each.cpu().contiguous()) for each in plain.values()]
+            # What all ranks have read from the same file is not sent: over a slow link the weights
+            # of a language model would take minutes.
+            found = self.allgather_obj(digests, "bcast_data")()
+            sent = [n for n, *of_ranks in zip(plain, *found, strict=True) if len({*of_ranks}) > 1]
             with torch.no_grad():
-                plain = [tensor.resolve_conj().resolve_neg() for tensor in tensors.values()]
-                sums = self.allgather_obj([checksum([each]) for each in plain], "bcast_data")()
-                for tensor, values, *of_ranks in zip(tensors.values(), plain, *sums, strict=True):
-                    # What all ranks have read from the same file is not sent: over a slow link the
-                    # weights of a language model would take minutes.
-                    if len({*of_ranks}) == 1:
-                        continue
+                for name in sent:
                     # A copy: a transport may make the storage that it sends not resizable.
-                    flat = values.clone(memory_format=torch.contiguous_format).view(-1)
+                    flat = plain[name].clone(memory_format=torch.contiguous_format).view(-1)
                     self._world.broadcast_(object_codec.as_bytes(flat), 0)
-                    tensor.copy_(flat.view(tensor.shape))
+                    tensors[name].copy_(flat.view(tensors[name].shape))
+            return sent
 
         return job
 

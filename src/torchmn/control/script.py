@@ -17,6 +17,7 @@ from typing import Any
 
 from torchmn.base.errors import CommunicationError, RankMismatchError, TimeLimitError, TorchmnError
 from torchmn.base.log import Log
+from torchmn.base.script_line import is_internal
 from torchmn.cluster.environment_variables import PROGRESS_VARIABLE, TRACEBACK_VARIABLE
 
 FOLLOW_UP = "follow-up: "
@@ -173,7 +174,7 @@ def _before(shown: traceback.TracebackException) -> traceback.TracebackException
 
 
 def _has_user_code(shown: traceback.TracebackException) -> bool:
-    return any(not _is_internal(frame.filename) for frame in shown.stack)
+    return any(not is_internal(frame.filename) for frame in shown.stack)
 
 
 def _folded(text: str) -> str:
@@ -186,7 +187,7 @@ def _folded(text: str) -> str:
     num_folded, margin = 0, ""
     for line in [*text.split("\n"), ""]:
         frame = _FRAME.match(line)
-        if frame and _is_internal(frame["file"]):
+        if frame and is_internal(frame["file"]):
             num_folded, margin = num_folded + 1, frame["margin"]
             continue
         if num_folded and not frame and line.startswith((f"{margin} ", f"{margin}[")):
@@ -203,7 +204,7 @@ def frames_of_script(stack: Sequence[traceback.FrameSummary]) -> list[str]:
 
     Empty with ``TORCHMN_TRACEBACK=1``, and if there are no such frames.
     """
-    if os.environ.get(TRACEBACK_VARIABLE) or all(_is_internal(each.filename) for each in stack):
+    if os.environ.get(TRACEBACK_VARIABLE) or all(is_internal(each.filename) for each in stack):
         return []
     return _folded("".join(traceback.format_list(stack))).splitlines(keepends=True)
 
@@ -213,17 +214,6 @@ def script_stack(thread: threading.Thread) -> str:
     frame = sys._current_frames().get(thread.ident or 0)
     lines = frames_of_script(traceback.extract_stack(frame)) if frame else []
     return "".join([f"{thread.name}:\n", *lines]).rstrip("\n") if lines else ""
-
-
-def _is_internal(file: str) -> bool:
-    """Whether a file belongs to torchmn or torch."""
-    return file.startswith(tuple(_folder_of(name) for name in ("torchmn", "torch")))
-
-
-def _folder_of(package: str) -> str:
-    module = sys.modules.get(package)
-    folder = os.path.dirname(getattr(module, "__file__", None) or "")
-    return os.path.join(folder, "") if folder else os.devnull
 
 
 def is_consequence(error: BaseException) -> bool:

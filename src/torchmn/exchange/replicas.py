@@ -16,6 +16,7 @@ from torchmn.base.errors import CommunicationError, RankMismatchError, Unsupport
 from torchmn.base.torch_private import buffers_of, non_persistent_buffers
 from torchmn.comm import Communicator
 from torchmn.comm.checksums import checksum, differences, digest
+from torchmn.comm.collectives import bcast_where_different
 from torchmn.comm.local_tensors import (
     PART,
     from_part,
@@ -162,13 +163,15 @@ def _first_difference(
 
 
 def broadcast_and_verify(comm: Communicator, models: Sequence[nn.Module]) -> None:
-    """Copy rank 0's parameters and buffers to all ranks, then compare checksums. *Collective.*
+    """Copy rank 0's parameters and buffers to all ranks, then compare those sent. *Collective.*
 
     Raises CommunicationError: a tensor differs after the broadcast.
     """
+    different: list[str] = []
     for model in models:
-        comm.bcast_data(model)
-    different = different_tensors(comm, models)
+        sent = bcast_where_different(comm, model)
+        tensors = dict([*model.named_parameters(), *model.named_buffers()])
+        different += _different_of(comm, {name: tensors[name] for name in sent})
     if different:
         raise CommunicationError(
             f"{comm.rank_label}: after the broadcast ranks still differ in {different[:5]}. Memory "
@@ -247,7 +250,11 @@ def _placed(value: Any, like: Tensor, optimizer: str) -> Any:
 
 def different_tensors(comm: Communicator, models: Sequence[nn.Module]) -> list[str]:
     """Names of the tensors that are not bit-identical on all ranks. *Collective.*"""
-    mine = {name: checksum([tensor]) for name, tensor in named_tensors(models).items()}
+    return _different_of(comm, named_tensors(models))
+
+
+def _different_of(comm: Communicator, tensors: Mapping[str, Tensor]) -> list[str]:
+    mine = {name: checksum([tensor]) for name, tensor in tensors.items()}
     gathered = _gathered_if_different(comm, mine)
     return [difference.name for difference in differences(gathered)]
 

@@ -95,6 +95,11 @@ class ProcessOwner:
         """Kill all processes below this one except those that were there before."""
         kill_descendants(os.getpid(), spare=self._existing)
 
+    def close(self) -> None:
+        """Look for no more ends of children. Signals to this process are still collected."""
+        os.close(signal.set_wakeup_fd(-1))
+        self._wakeup.close()
+
     def _on_signal(self, signum: int, _: FrameType | None) -> None:
         """Record the signal for the loop; at a second Ctrl-C kill everything and exit."""
         # A handler may run between any two bytecodes of the loop, so it only appends to a list.

@@ -25,10 +25,10 @@ from torchmn.base.errors import UsageError
 from torchmn.cluster.operating_system import require_linux
 from torchmn.control.processes import kill_on_parent_death, python_module
 from torchmn.run.job import Backend, Job
-from torchmn.run.monitor.job_result import FAILURE_FILE, LATEST
 from torchmn.run.start import run_job
 
 _MODULE = "torchmn.run.local_ranks"
+_REPORT = "report"  # in the temporary folder: why the ranks failed
 _GUARD = (
     "Ranks import the main script when they start, and it would start ranks again. Put what it "
     'does into a function main() and call it under if __name__ == "__main__":'
@@ -45,7 +45,6 @@ class LocalRanks:
         self.process: subprocess.Popen[bytes]
         self._folder = folder
         self._log_dir = log_dir
-        self._earlier = (log_dir / LATEST).resolve()  # of another run, until this one makes its own
         self._is_reported = False
 
     @property
@@ -60,11 +59,9 @@ class LocalRanks:
         """
         with contextlib.suppress(subprocess.TimeoutExpired):
             if self.process.wait(limit_s) != 0:
-                own = (self._log_dir / LATEST).resolve()
-                # Where the launcher failed before it made a folder, ``latest`` is still that of an
-                # earlier run.
-                for file in (own / FAILURE_FILE, self._folder / "stderr"):
-                    if file.exists() and file.parent != self._earlier:
+                # Where the launcher failed before the ranks ran, there are its own messages.
+                for file in (self._folder / _REPORT, self._folder / "stderr"):
+                    if file.exists():
                         self._is_reported = self._log_dir == self._folder
                         return file.read_text(errors="replace").strip()
         return ""
@@ -164,9 +161,10 @@ def _launch(folder: Path, num_ranks: int, backend: Backend, log_dir: Path) -> in
     """Run the job in the child process and return its exit status."""
     parent = os.getppid()
     argv = (*python_module(_MODULE), str(folder))
-    status = run_job(
-        Job(argv=argv, num_ranks=num_ranks, backend=backend, log_dir=log_dir), os.environ
+    job = Job(
+        argv=argv, num_ranks=num_ranks, backend=backend, log_dir=log_dir, report=folder / _REPORT
     )
+    status = run_job(job, os.environ)
     if os.getppid() != parent:  # there is no reader of the report
         shutil.rmtree(folder, ignore_errors=True)
     return status

@@ -150,23 +150,22 @@ class NoticeWatcher:
         self._reader.close()
 
     def _run(self) -> None:
-        asked, pause_s, notice, has_failed = notices(self._text), _PERIOD_S, "", False
-        while not notice:
+        pause_s, has_failed = _PERIOD_S, False
+        while True:
             try:
-                notice, pause_s = next(asked), _PERIOD_S
-            except StopIteration:
-                asked = notices(self._text)
-                continue
+                for notice in notices(self._text):
+                    if notice:
+                        self._send(notice, "")
+                        self._writer.close()
+                        return
+                    pause_s = _PERIOD_S
+                    time.sleep(pause_s)
             except _NO_ANSWER as error:
-                asked, pause_s = notices(self._text), min(2 * pause_s, _SLOWEST_S)
                 if not has_failed:
                     where = f"--preemption {self._text} on {socket.gethostname()}"
                     self._send("", f"{where} does not answer: {error}. It is asked again.")
-                has_failed = True
-            if not notice:
+                has_failed, pause_s = True, min(2 * pause_s, _SLOWEST_S)
                 time.sleep(pause_s)
-        self._send(notice, "")
-        self._writer.close()
 
     def _send(self, *texts: str) -> None:
         with suppress(OSError):

@@ -13,8 +13,8 @@ import selectors
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -29,14 +29,6 @@ _CHUNK_BYTES = 1 << 13
 _MAX_CHUNKS = 16
 _REFRESH_PERIOD_S = 0.2
 _URGENT_S = 2.0
-
-
-@dataclass
-class _Pipe:
-    """One output stream of the script."""
-
-    stream: Stream
-    file: IO[bytes]
 
 
 @dataclass
@@ -59,7 +51,7 @@ class ScriptOutput:
     _log: IO[bytes] | None = None
     _log_bytes: int = 0
     _is_log_full: bool = False
-    _pipes: list[_Pipe] = field(default_factory=list)
+    _pipes: dict[Stream, IO[bytes]] = field(default_factory=dict)
     _splitters: dict[Stream, LineSplitter] = field(default_factory=dict)
     _waiting: deque[_Part] = field(default_factory=deque)
     _num_unshown: int = 0
@@ -82,14 +74,14 @@ class ScriptOutput:
     def follow(self, stream: Stream, pipe: IO[bytes]) -> None:
         """Begin to read one of the script's streams from this pipe."""
         os.set_blocking(pipe.fileno(), False)
-        self._pipes.append(_Pipe(stream, pipe))
+        self._pipes[stream] = pipe
         self._splitters[stream] = LineSplitter()
 
     def register(self, selector: selectors.BaseSelector) -> None:
         """Register the streams, each with its callback as data, unless too much is in memory."""
         if sum(len(part.data) for part in self._waiting if part.data) < _MAX_MEMORY_BYTES:
-            for pipe in self._pipes:
-                selector.register(pipe.file, selectors.EVENT_READ, self._reader(pipe))
+            for stream, pipe in self._pipes.items():
+                selector.register(pipe, selectors.EVENT_READ, partial(self._on_readable, stream))
 
     def on_shown(self, num_bytes: int) -> None:
         """Note that the supervisor has shown this many bytes, and send more."""
@@ -114,8 +106,8 @@ class ScriptOutput:
         """
         splitter = self._splitters["out"]
         if begins:
-            for pipe in self._pipes.copy():
-                self._reader(pipe)()
+            for stream in [*self._pipes]:
+                self._on_readable(stream)
             if not self.wants_refreshes:
                 self._post("out", splitter.finish())
             self.refresh(is_urgent=True)
@@ -131,11 +123,8 @@ class ScriptOutput:
         """
         if not text:
             return
-        for pipe in list(self._pipes):
-            with suppress(BlockingIOError):
-                for _ in range(_MAX_CHUNKS):  # other processes may write without pause
-                    if pipe in self._pipes:
-                        self._on_chunk(pipe, os.read(pipe.file.fileno(), 1 << 16))
+        for stream in [*self._pipes]:
+            self._read(stream, _MAX_CHUNKS)  # other processes may write without pause
         is_new_line = not self._log_bytes or self._read_log(self._log_bytes - 1, 1) == b"\n"
         data = ("" if is_new_line else "\n").encode() + f"{text}\n".encode(errors="replace")
         if self._write_log(data) is None:
@@ -147,12 +136,11 @@ class ScriptOutput:
         With ``is_urgent``, at the end of an interrupted job, it stops waiting when the reader of
         the job's output pauses.
         """
-        for pipe in list(self._pipes):
-            while pipe in self._pipes:
-                try:
-                    self._on_chunk(pipe, os.read(pipe.file.fileno(), 1 << 16))
-                except BlockingIOError:  # a process outside our tree holds the other end
-                    self._on_chunk(pipe, b"")
+        for stream in [*self._pipes]:
+            while self._read(stream):
+                pass
+            if stream in self._pipes:  # a process outside our tree holds the other end
+                self._on_chunk(stream, b"")
         self.send()
         self._shown_at = time.monotonic()
         while self._waiting and self.channel.is_open:
@@ -164,35 +152,40 @@ class ScriptOutput:
         if self._log is not None:
             self._log.close()
 
-    def _reader(self, pipe: _Pipe) -> Callable[[], None]:
-        def read() -> None:
-            if pipe not in self._pipes:  # `write_to_log` has just read its end
-                return
-            with suppress(BlockingIOError):
-                self._on_chunk(pipe, os.read(pipe.file.fileno(), 1 << 16))
-            self.send()
+    def _on_readable(self, stream: Stream) -> None:
+        self._read(stream)
+        self.send()
 
-        return read
+    def _read(self, stream: Stream, num_chunks: int = 1) -> bool:
+        """Read up to this number of chunks; return whether there may be more."""
+        for _ in range(num_chunks):
+            if stream not in self._pipes:  # it has ended
+                return False
+            try:
+                chunk = os.read(self._pipes[stream].fileno(), 1 << 16)
+            except BlockingIOError:
+                return False
+            self._on_chunk(stream, chunk)
+        return True
 
-    def _on_chunk(self, pipe: _Pipe, chunk: bytes) -> None:
+    def _on_chunk(self, stream: Stream, chunk: bytes) -> None:
         """Write a chunk to the log and queue it to be sent; an empty one ends the stream."""
         if not chunk:
-            self._pipes.remove(pipe)
-            pipe.file.close()
+            self._pipes.pop(stream).close()
             return
         start = self._write_log(chunk)
         last = self._waiting[-1] if self._waiting else None
         if start is None:
-            self._waiting.append(_Part(pipe.stream, len(chunk), data=chunk))
+            self._waiting.append(_Part(stream, len(chunk), data=chunk))
         elif (
             last is not None
             and last.data is None
-            and last.stream == pipe.stream
+            and last.stream == stream
             and last.start + last.num_bytes == start
         ):
             last.num_bytes += len(chunk)
         else:
-            self._waiting.append(_Part(pipe.stream, len(chunk), start))
+            self._waiting.append(_Part(stream, len(chunk), start))
 
     def _write_log(self, chunk: bytes) -> int | None:
         """Append a chunk to the log; return its position, or None if it cannot be written.
@@ -267,9 +260,9 @@ _MOVES = re.compile(r"\x1b\[[0-9;?]*[A-HJKSTfhlsu]|\x1b[78]")
 
 # The live displays of rich, such as several progress bars, hide the cursor while they last. They
 # are drawn again in place, after sequences that erase the line of the cursor and those above it.
-_HIDE, _SHOW = b"\x1b[?25l", b"\x1b[?25h"
-_REDRAW = re.compile(rb"\r\x1b\[2K((?:\x1b\[1A\x1b\[2K)*)")
-_MAX_REDRAW_BYTES = 8  # of one sequence, which may be cut at the end of a chunk
+_LINE_ABOVE = b"\x1b[1A\x1b[2K"
+_LIVE = re.compile(rb"\x1b\[\?25([hl])|\r\x1b\[2K((?:\x1b\[1A\x1b\[2K)*)")
+_CURSOR = re.compile(rb"\x1b\[\?25[hl]")
 
 _MAX_LINE_BYTES = 1 << 16
 _MAX_HISTORY_BYTES = 1 << 12
@@ -286,32 +279,32 @@ class LineSplitter:
 
     def __init__(self) -> None:
         self._rest = b""
+        self._is_live = False
         self._num_redrawn = 0  # lines above that of the cursor in the live display
         self.num_fed, self.fed_at = 0, 0.0
 
     def feed(self, chunk: bytes) -> list[str]:
         """Add a chunk; return the lines that it completes, without line ends."""
         self.num_fed, self.fed_at = self.num_fed + 1, time.monotonic()
-        data, whole = self._rest + chunk, list[bytes]()
-        while _HIDE in data:
-            before, _, live = data.partition(_HIDE)
-            *lines, begun = before.split(b"\n")
-            whole += lines
-            live, is_cut = self._redrawn(begun + live, whole)
-            if _SHOW not in live:
-                # As many lines as were drawn again so far may be drawn again: there are no more
-                # of them, and other programs hide the cursor, too.
-                num_kept = self._num_redrawn + 1
-                lines = live.split(b"\n")
-                if not is_cut or len(live) > _MAX_LINE_BYTES:
-                    whole += lines[:-num_kept]
-                    live = b"\n".join(lines[-num_kept:])
-                self._rest = _HIDE + live
-                break
-            data, self._num_redrawn = live.replace(_SHOW, b"", 1), 0
-        else:
-            *lines, self._rest = data.split(b"\n")
-            whole += lines
+        data, whole, start, is_cut = self._rest + chunk, list[bytes](), 0, False
+        for found in _LIVE.finditer(data):
+            if found[1]:
+                self._is_live = found[1] == b"l"
+                self._num_redrawn *= self._is_live
+            elif self._is_live:
+                is_cut = _LINE_ABOVE.startswith(data[found.end() :])
+                if is_cut:  # more lines above may follow
+                    break
+                num_above = found[2].count(b"A")
+                whole += data[start : found.start()].split(b"\n")[: -1 - num_above]
+                self._num_redrawn = max(self._num_redrawn, num_above)
+                start = found.end()
+        # As many lines as were drawn again so far may be drawn again: there are no more of them,
+        # and other programs hide the cursor, too.
+        *lines, begun = data[start:].split(b"\n")
+        num_done = 0 if is_cut else max(0, len(lines) - self._num_redrawn)
+        whole += lines[:num_done]
+        self._rest = b"\n".join([*lines[num_done:], begun])
         if len(self._rest) > _MAX_HISTORY_BYTES:
             last = self._rest.rstrip(b"\r").rfind(b"\r")
             self._rest = self._rest[max(0, last) :]
@@ -319,21 +312,6 @@ class LineSplitter:
             whole.append(self._rest)
             self._rest = b""
         return [_last_state(line) for line in whole]
-
-    def _redrawn(self, live: bytes, whole: list[bytes]) -> tuple[bytes, bool]:
-        """Add lines of a live display that were not drawn again to ``whole``.
-
-        Returns what it shows now, and whether that ends with a sequence that may be incomplete.
-        """
-        start = 0
-        for found in _REDRAW.finditer(live):
-            if len(live) - found.end() <= _MAX_REDRAW_BYTES:
-                return live[start:], True
-            num_above = found[1].count(b"A")
-            whole += live[start : found.start()].split(b"\n")[: -1 - num_above]
-            self._num_redrawn = max(self._num_redrawn, num_above)
-            start = found.end()
-        return live[start:], False
 
     @property
     def unfinished(self) -> str:
@@ -343,11 +321,11 @@ class LineSplitter:
     @property
     def is_bar(self) -> bool:
         """Whether the unfinished line is written again and again."""
-        return b"\r" in self._rest or _HIDE in self._rest
+        return b"\r" in self._rest or self._is_live
 
     def finish(self) -> list[str]:
         """Return the unfinished line, if any, at the end of the stream."""
-        rest, self._rest = self._rest.replace(_HIDE, b""), b""
+        rest, self._rest = _CURSOR.sub(b"", self._rest), b""
         return [_last_state(line) for line in rest.split(b"\n")] if rest else []
 
 

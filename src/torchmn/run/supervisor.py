@@ -76,6 +76,7 @@ class Supervisor:
                 remove_abandoned()
             self._session.close()
             self._inspections.close()
+            self._owner.close()
         code = self._report()
         self._owner.finish_output()
         return code

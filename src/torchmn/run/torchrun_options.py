@@ -192,12 +192,14 @@ def _hosts(given: TorchrunOptions, chosen: Mapping[str, Any]) -> dict[str, Any]:
                 "--master-addr and --rdzv-endpoint are for hosts that are started one by one, and "
                 "--hosts, --hostfile and --nodes for hosts that torchmn starts: use one of them."
             )
-    meeting = {"master_addr": address, "master_port": port, "node_rank": node_rank}
+    if not 0 < port < 1 << 16:
+        raise UsageError(f"--master-port must be from 1 to 65535, got {port}.")
+    place: dict[str, Any] = {"meeting": (address, port), "node_rank": node_rank}
     if high is not None:
-        meeting["elastic"] = f"{low}:{high}{seconds}"
+        place["elastic"] = f"{low}:{high}{seconds}"
         if low == high:
-            meeting |= {"has_fixed_hosts": True, "max_restarts": chosen.get("max_restarts") or 0}
-    return meeting
+            place |= {"has_fixed_hosts": True, "max_restarts": chosen.get("max_restarts") or 0}
+    return place
 
 
 def _range(nnodes: str | None) -> tuple[int | None, int | None]:

@@ -34,7 +34,7 @@ def on_gpu(function: Callable[..., None]) -> Callable[..., None]:
 NCCL = pytest.param("nccl", marks=pytest.mark.several_gpus)
 COLLECTIVES = ("collectives", "order_of_streams", "other_streams")
 TRAINING = (
-    *("every_step", "grad_scaler", "compiled", "resume"),
+    *("every_step", "chosen_by_measurement", "grad_scaler", "compiled", "resume"),
     *("codec_int8", "codec_int4", "codec_1bit"),
     *("codec_float16", "codec_power_sgd"),
     *("double_buffering", "eager_double_buffering"),

@@ -73,6 +73,16 @@ def words(lab: Lab, node_rank: int, *more: object, nnodes: int = 2) -> tuple[obj
     )
 
 
+def begin_both(lab: Lab, folder: Path, *more: object, script: str = SLEEPS) -> list[Run]:
+    """A job of two hosts whose ranks sleep."""
+    runs = [
+        begin(lab, index, folder, *words(lab, index, "-n", 1, *more), script=script)
+        for index in (0, 1)
+    ]
+    runs[0].wait_until(lambda: runs[0].text.count("began") == 2)
+    return runs
+
+
 def nothing_is_left(run: Run) -> None:
     deadline = time.monotonic() + limit(5)
     while left := left_of(run):
@@ -122,10 +132,7 @@ def test_a_failure_on_one_host_ends_both_and_is_shown_on_the_first(
 
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_lost_host_ends_the_job(lab: Lab, tmp_path: Path, lost: int) -> None:
-    runs = [
-        begin(lab, index, tmp_path, *words(lab, index, "-n", 1), script=SLEEPS) for index in (0, 1)
-    ]
-    runs[0].wait_until(lambda: runs[0].text.count("began") == 2)
+    runs = begin_both(lab, tmp_path)
     began = time.monotonic()
     runs[lost].process.kill()
     other = runs[1 - lost]
@@ -137,15 +144,28 @@ def test_a_lost_host_ends_the_job(lab: Lab, tmp_path: Path, lost: int) -> None:
 
 @pytest.mark.parametrize("interrupted", [0, 1])
 def test_ctrl_c_on_one_host_ends_the_job(lab: Lab, tmp_path: Path, interrupted: int) -> None:
-    runs = [
-        begin(lab, index, tmp_path, *words(lab, index, "-n", 1), script=SLEEPS) for index in (0, 1)
-    ]
-    runs[0].wait_until(lambda: runs[0].text.count("began") == 2)
+    runs = begin_both(lab, tmp_path)
     runs[interrupted].process.send_signal(signal.SIGINT)
     assert runs[0].end() == (130 if interrupted == 0 else 1), runs[0].text
-    runs[1].end()
+    assert runs[1].end() == 130, runs[1].text
     if interrupted:
         assert "n1 leaves: it received SIGINT" in runs[0].text
+    nothing_is_left(runs[0])
+
+
+def test_a_second_ctrl_c_ends_a_host_at_once(lab: Lab, tmp_path: Path) -> None:
+    """The first one leaves its ranks the time to save."""
+    script = SLEEPS.replace("print(", "import signal; signal.signal(15, signal.SIG_IGN)\nprint(")
+    runs = begin_both(lab, tmp_path, "--grace", 3600, script=script)
+    runs[1].process.send_signal(signal.SIGINT)
+    runs[0].wait_for("n1 leaves: it received SIGINT")
+    time.sleep(1.0)
+    assert runs[1].process.poll() is None
+    runs[1].process.send_signal(signal.SIGINT)
+    assert runs[1].end() == 130, runs[1].text
+    for _ in range(2):
+        runs[0].process.send_signal(signal.SIGINT)
+    assert runs[0].end() == 130, runs[0].text
     nothing_is_left(runs[0])
 
 

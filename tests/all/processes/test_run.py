@@ -54,6 +54,17 @@ def test_the_number_of_ranks_after_the_script_is_a_warning(runner: Runner) -> No
     assert "The option is -n, not -np." in runner.run("-np", "2", script).stderr
 
 
+@pytest.mark.parametrize("options", [["-n", "1"], ["--hosts", "localhost:1", "--elastic", "1:1"]])
+def test_a_launcher_that_makes_errors_of_warnings_leaves_nothing_open(
+    runner: Runner, options: list[str]
+) -> None:
+    script = runner.script("print('trained')")
+    command = ["-W", "error", "-m", "torchmn", "run", "--backend", "gloo", *options, script]
+    out, err = runner.start_python(*command).communicate(timeout=limit(30))
+    assert lines_of(out, 0) == ["trained"]
+    assert "ResourceWarning" not in err
+
+
 READS = "import sys; lines = sys.stdin.readlines(); print('read', len(lines), {*lines})"
 
 

@@ -172,7 +172,7 @@ def test_quitting_the_debugger_ends_the_job(runner: Runner, terminal) -> None:
 
 WAITS = """
 import time, torchmn
-limits = torchmn.Timeout(unreachable_s={t}, busy_s=1.5 * {t}, first_s=2 * {t})
+limits = torchmn.Timeout(unreachable_s={t}, busy_s=1.5 * {t}, first_s=3 * {t})
 if {before}: breakpoint()
 comm = torchmn.create_communicator(timeout_s=limits)
 if not {before}: breakpoint()
@@ -184,11 +184,11 @@ print("together")
 @pytest.mark.parametrize("before", [True, False])
 def test_no_time_limit_applies_to_a_person(runner: Runner, terminal, before: bool) -> None:
     """Before the communicator exists, and in a collective."""
-    script = runner.script(WAITS.format(before=before, t=limit(1)))
+    script = runner.script(WAITS.format(before=before, t=limit(2)))
     shell = terminal("-n", "3", "--backend", "gloo", script)
     for words in ("rank 1 continues", "rank 2 continues", f"[0] {PROMPT}"):
         shell.expect(words, at_any_place=True)
-    time.sleep(limit(4))  # longer than all limits
+    time.sleep(limit(7))  # longer than all limits
     assert shell.process.poll() is None
     shell.send("c\n")
     assert shell.end() == 0, shell.shown

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from torchmn.cntk import logging
+from torchmn.cntk import logging, progress
 from torchmn.cntk.logging import (
     ProgressPrinter,
     ProgressWriter,
@@ -37,8 +37,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(logging, "time", clock)
-    monkeypatch.setattr(logging, "time", clock)
+    for module in (logging, progress):
+        monkeypatch.setattr(module, "time", clock)
     return clock
 
 

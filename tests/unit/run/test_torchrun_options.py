@@ -6,7 +6,7 @@ import pytest
 import typer
 from torch.distributed.run import get_args_parser
 
-from torchmn.cli.main import app
+from torchmn.cli.app import app
 from torchmn.errors import UnsupportedError, UsageError
 from torchmn.run.torchrun_options import translate
 
@@ -54,8 +54,7 @@ def test_variables_of_torchrun_replace_its_options() -> None:
             {
                 "elastic": "2:2",
                 "has_fixed_hosts": True,
-                "master_addr": "a",
-                "master_port": 29501,
+                "meeting": ("a", 29501),
                 "max_restarts": 0,
                 "node_rank": 1,
             },
@@ -65,19 +64,18 @@ def test_variables_of_torchrun_replace_its_options() -> None:
             {
                 "elastic": "2:2",
                 "has_fixed_hosts": True,
-                "master_addr": "::1",
-                "master_port": 29400,
+                "meeting": ("::1", 29400),
                 "max_restarts": 2,
                 "node_rank": None,
             },
         ),
         (
             {"nnodes": "1:4", "rdzv_endpoint": "a:29999", "rdzv_conf": "read_timeout=9,timeout=8"},
-            {"elastic": "1:4:8", "master_addr": "a", "master_port": 29999, "node_rank": None},
+            {"elastic": "1:4:8", "meeting": ("a", 29999), "node_rank": None},
         ),
         (
             {"elastic": "1:4", "master_addr": "a"},
-            {"elastic": "1:4", "master_addr": "a", "master_port": 29500, "node_rank": None},
+            {"elastic": "1:4", "meeting": ("a", 29500), "node_rank": None},
         ),
     ],
 )
@@ -102,6 +100,7 @@ def test_options(options: dict[str, object], expected: dict[str, object]) -> Non
         ({"node_rank": 1, "master_addr": "a"}, "say how many there are with --nnodes"),
         ({"nnodes": "2", "master_addr": "a", "hosts": "a,b"}, "use one of them"),
         ({"nnodes": "2", "rdzv_endpoint": "a:b:c"}, "--rdzv-endpoint must be HOST:PORT"),
+        ({"nnodes": "2", "rdzv_endpoint": "a:65536"}, "--master-port must be from 1 to 65535"),
         ({"local_ranks_filter": "0,x"}, "must be a list of local ranks"),
     ],
 )

@@ -175,6 +175,7 @@ class TestScript:
         )
         assert done.returncode == 1
         assert 'if __name__ == "__main__":' in done.stderr
+        assert "Traceback" not in done.stderr
 
     def test_killing_main_leaves_no_orphan(self) -> None:
         with subprocess.Popen(

@@ -17,9 +17,9 @@ from torchmn.cntk.readers.deserializer import (
 from torchmn.cntk.readers.images import Base64ImageDeserializer, ImageDeserializer
 from torchmn.cntk.readers.mean_image import read_mean_image, write_mean_image
 from torchmn.cntk.readers.minibatch import MinibatchData
+from torchmn.cntk.readers.minibatch_iterator import MinibatchIterator
 from torchmn.cntk.readers.minibatch_plan import FULL_DATA_SWEEP, INFINITELY_REPEAT
 from torchmn.cntk.readers.minibatch_source import (
-    MinibatchIterator,
     MinibatchSource,
     MinibatchSourceFromData,
     as_minibatch_source,

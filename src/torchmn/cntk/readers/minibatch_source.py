@@ -1,40 +1,30 @@
-"""Minibatches of one data set, equal for any number of ranks; as the iterator of an updater."""
+"""Minibatches of one data set, equal for any number of ranks."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from fractions import Fraction
 from typing import Any
 
-import numpy as np
 import torch
 
 from torchmn.base.errors import (
     DataError,
-    UnsupportedError,
     UsageError,
     raise_if_no_count,
     raise_if_unknown,
 )
 from torchmn.cntk.readers.arrays import ArrayChunk
-from torchmn.cntk.readers.assembly import select
 from torchmn.cntk.readers.deserializer import (
-    Chunk,
-    ChunkInfo,
     Deserializer,
-    Indices,
-    InfosOnDemand,
     InputMap,
     Record,
-    Seed,
-    StreamData,
     StreamInformation,
     has_one_sample,
     wanted_streams,
 )
-from torchmn.cntk.readers.files import ProcessLock
+from torchmn.cntk.readers.frames import FrameDeserializer
 from torchmn.cntk.readers.joining import JoinedDeserializer
 from torchmn.cntk.readers.minibatch import MinibatchData, as_in_other_parts
 from torchmn.cntk.readers.minibatch_plan import INFINITELY_REPEAT, MinibatchPlan, Request
@@ -45,7 +35,6 @@ from torchmn.cntk.readers.user import (
     UserMinibatchSource,
     UserSourceMinibatches,
 )
-from torchmn.comm import Communicator
 
 
 class MinibatchSource:
@@ -385,179 +374,3 @@ def _streams_of(deserializer: Deserializer) -> Record[StreamInformation]:
             "own in StreamDefs."
         )
     return Record(**{info.name: info for info in infos})
-
-
-class FrameDeserializer:
-    """The samples of another deserializer, each as a sequence. Local.
-
-    A chunk is decoded whole when its first sample is read: shuffled frames are from everywhere.
-    """
-
-    def __init__(self, deserializer: Deserializer) -> None:
-        self._deserializer = deserializer
-        self._infos = deserializer.chunk_infos()
-        self.is_parallel = getattr(deserializer, "is_parallel", False)
-        self.is_in_memory = getattr(deserializer, "is_in_memory", False)
-
-    def stream_infos(self) -> list[StreamInformation]:
-        """See `Deserializer`."""
-        return self._deserializer.stream_infos()
-
-    def num_chunks(self) -> int:
-        """See `Deserializer`."""
-        return self._deserializer.num_chunks()
-
-    def chunk_infos(self) -> Sequence[ChunkInfo]:
-        """See `Deserializer`."""
-        return InfosOnDemand(self._deserializer.num_chunks, self._info)
-
-    def get_chunk(self, chunk_id: int) -> Chunk:
-        """See `Deserializer`."""
-        where = f"Chunk {chunk_id} of {self._deserializer!r}"
-        return _FrameChunk(self._deserializer.get_chunk(chunk_id), self._infos[chunk_id], where)
-
-    def has_one_sample(self) -> dict[str, bool]:
-        """See `Deserializer`."""
-        return {info.name: True for info in self.stream_infos()}
-
-    def _info(self, chunk_id: int) -> ChunkInfo:
-        num_samples = self._infos[chunk_id].num_samples
-        return ChunkInfo(num_sequences=num_samples, num_samples=num_samples)
-
-    def __repr__(self) -> str:
-        return repr(self._deserializer)
-
-
-class _FrameChunk:
-    def __init__(self, chunk: Chunk, info: ChunkInfo, where: str) -> None:
-        self._chunk = chunk
-        self._info = info
-        self._where = where
-        self._lock = ProcessLock()
-        self._decoded: tuple[Seed, dict[str, torch.Tensor]] | None = None
-
-    def sequences(self, indices: Indices, seed: Seed) -> dict[str, StreamData]:
-        """See `Chunk`."""
-        # One thread decodes the whole chunk, and those that need frames of it wait here.
-        with self._lock:
-            if self._decoded is None or self._decoded[0] != seed:
-                self._decoded = (seed, self._decode(seed))
-            rows = self._decoded[1]
-        return {name: (select(data, indices), None) for name, data in rows.items()}
-
-    def _decode(self, seed: Seed) -> dict[str, torch.Tensor]:
-        everything = np.arange(self._info.num_sequences)
-        rows = {}
-        for name, (data, _) in self._chunk.sequences(everything, seed).items():
-            if data.shape[0] != self._info.num_samples:
-                raise DataError(
-                    f"{self._where}: stream {name!r} has {data.shape[0]:,} samples where the "
-                    f"minibatch size counts {self._info.num_samples:,}. frame_mode needs all "
-                    "streams of a sequence to have the same length."
-                )
-            rows[name] = data
-        return rows
-
-
-Collate = Callable[[dict[Any, MinibatchData]], Any]
-
-
-def tensors(minibatch: dict[Any, MinibatchData]) -> dict[Any, torch.Tensor]:
-    """The samples of each stream, for streams whose sequences have one sample each.
-
-    Raises UnsupportedError: a stream has longer sequences.
-    """
-    for key, stream in minibatch.items():
-        if stream.lengths is not None:
-            raise UnsupportedError(
-                f"{key!r} has sequences of several samples, so its tensor alone does not say where "
-                "one ends. Pass collate_fn, such as lambda minibatch: minibatch[...].padded()."
-            )
-    return {key: stream.data for key, stream in minibatch.items()}
-
-
-class MinibatchIterator:
-    """A source as the iterator of a `torchmn.StandardUpdater`: an epoch is a sweep. Local.
-
-    A minibatch may go over the end of a sweep, as with `torchmn.SerialIterator`. A rank whose part
-    is empty gets tensors of 0 rows, which the updater steps with at weight 0.
-
-    Args:
-        source: without an end, if a trainer says when to stop.
-        minibatch_size: samples over all ranks.
-        input_map: the keys of a batch; None: the names of the streams.
-        comm: whose ranks divide each minibatch; None: there is one.
-        device: where the samples go.
-        collate_fn: makes a batch of a dict of `MinibatchData`; without it a batch is a dict of
-            tensors.
-
-    ``torchmn.StandardUpdater(MinibatchIterator(source, 64, comm=comm), optimizer, model)``
-
-    Example:
-        >>> from torchmn.cntk.readers import MinibatchSourceFromData
-        >>> source = MinibatchSourceFromData({"x": torch.arange(4)})
-        >>> next(MinibatchIterator(source, 2, comm=comm))["x"].tolist()
-        [0, 1]
-    """
-
-    def __init__(
-        self,
-        source: MinibatchSource,
-        minibatch_size: int,
-        *,
-        input_map: InputMap | None = None,
-        comm: Communicator | None = None,
-        device: torch.device | str | None = None,
-        collate_fn: Collate = tensors,
-    ) -> None:
-        self.source = source
-        self.minibatch_size = minibatch_size
-        self._input_map = _by_name(source) if input_map is None else input_map
-        self._partition = (1, 0) if comm is None else (comm.size, comm.rank)
-        self._device = device
-        self._collate_fn = collate_fn
-        self.is_new_epoch = False
-        self.previous_epoch_detail: float | None = None
-
-    @property
-    def epoch(self) -> int:
-        """Sweeps done."""
-        return self.source.sweep
-
-    @property
-    def epoch_detail(self) -> float:
-        """Sweeps done, with the part of the current one."""
-        return self.source.sweep_detail
-
-    @property
-    def iterations_per_epoch(self) -> Fraction | None:
-        """The mean number of minibatches in a sweep; None if that is not known without reading."""
-        samples = self.source.num_samples_of_sweep
-        return None if samples is None else Fraction(samples, self.minibatch_size)
-
-    def __iter__(self) -> MinibatchIterator:
-        return self
-
-    def __next__(self) -> Any:
-        before = self.epoch_detail
-        minibatch = self.source.next_minibatch(
-            self.minibatch_size, self._input_map, self._device, *self._partition
-        )
-        if not minibatch:
-            raise StopIteration
-        self.previous_epoch_detail = before
-        self.is_new_epoch = next(iter(minibatch.values())).sweep_end
-        return self._collate_fn(minibatch)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of the source, valid for any number of ranks."""
-        return self.source.get_checkpoint_state()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume with the very next sample."""
-        self.source.restore_from_checkpoint(state)
-        self.is_new_epoch, self.previous_epoch_detail = False, self.epoch_detail
-
-
-def _by_name(source: MinibatchSource) -> InputMap:
-    return {stream.name: stream for stream in source.stream_infos()}

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,7 +27,7 @@ from torchmn.checkpoint import MultiNodeCheckpointer, create_multi_node_checkpoi
 from torchmn.cntk.learner import Learner, LearnerSet
 from torchmn.cntk.readers.minibatch import MinibatchData
 from torchmn.cntk.train.distributed import default_communicator, optimizers_of
-from torchmn.comm import Communicator
+from torchmn.cntk.train.minibatch_sums import MinibatchSums, mean_and_sum, start_sum
 from torchmn.data.batch_size import num_samples
 from torchmn.exchange.optimizer import MultiNodeOptimizer
 from torchmn.exchange.schedules.local_updates.base import LocalUpdateSchedule
@@ -498,76 +497,3 @@ def _prepared(value: Argument, device: torch.device | str | None) -> Tensor | Mi
 
 def _device_of(models: Sequence[nn.Module]) -> torch.device | None:
     return next((p.device for model in models for p in model.parameters()), None)
-
-
-@dataclass
-class MinibatchSums:
-    """Sums over the samples of a minibatch, of one rank or of all."""
-
-    loss: float | Tensor = 0.0
-    metric: float | Tensor | None = None  # None without a metric
-    num_samples: int = 0
-    is_sweep_end: bool = False
-
-
-def start_sum(own: MinibatchSums, comm: Communicator | None) -> Callable[[], MinibatchSums]:
-    """Start summing over ranks; return a function that waits for the sums. *Collective.*"""
-    if comm is None or comm.size == 1:
-        return lambda: own
-    values = [own.loss, own.metric or 0.0, own.num_samples, own.is_sweep_end]
-    where = next((v.device for v in values if isinstance(v, Tensor)), torch.device("cpu"))
-    row = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=where) for v in values])
-    is_there: torch.cuda.Event | None = None
-    if row.is_cuda:  # the engine's thread waits for the forward pass, and this one continues
-        row = torch.empty(4, dtype=row.dtype, device="cpu", pin_memory=True).copy_(
-            row, non_blocking=True
-        )
-        is_there = torch.cuda.Event()
-        is_there.record()
-
-    def add() -> None:
-        if is_there is not None:
-            is_there.synchronize()
-        comm.world.all_reduce_(row)
-
-    work = comm.engine.submit(add)
-
-    def wait() -> MinibatchSums:
-        work.wait()
-        loss, metric, num_samples, sweep_end = row.tolist()
-        return MinibatchSums(
-            loss, None if own.metric is None else metric, round(num_samples), sweep_end > 0
-        )
-
-    return wait
-
-
-def mean_and_sum(
-    what: str, value: Any, count: int, num_sequences: int
-) -> tuple[Tensor, Tensor, int]:
-    """The mean, the sum (without a graph) and the number of samples of a loss or metric.
-
-    ``count`` is the number of samples, and ``num_sequences`` that of their sequences.
-    """
-    if what == "metric" and isinstance(value, (int, float, np.ndarray, np.generic)):
-        value = torch.as_tensor(value, device="cpu")
-    if not isinstance(value, Tensor):
-        raise UsageError(
-            f"The {what} is {type(value).__name__}; it must be a tensor with one value for each "
-            "sample, or their mean."
-        )
-    if not (value.is_floating_point() or value.is_complex()):
-        value = value.double()
-    if value.dim() == 0:
-        return (
-            value,
-            value.detach().double() * count if count else torch.zeros((), device="cpu"),
-            count,
-        )
-    if value.numel() != value.shape[0] or value.numel() == 1 < num_sequences:
-        raise UsageError(
-            f"The {what} has shape {tuple(value.shape)} for {count} samples; it must have one "
-            "value for each sample, or be their mean, of shape ()."
-        )
-    mean = value.mean() if value.numel() else value.sum()
-    return mean, value.detach().double().sum(), value.numel()

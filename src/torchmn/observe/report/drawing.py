@@ -16,6 +16,7 @@ import numpy as np
 UNITS = 1000
 _NUM_TICKS = 5
 _DIGITS = 12
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,21 +33,22 @@ class Axis:
         return round(UNITS * (value - self.low) / (self.high - self.low))
 
 
-def axis_of(values: Any, title: str = "", *, has_zero: bool = False, spec: str = "") -> Axis:
+def axis_of(values: Any, title: str = "", *, spec: str = "") -> Axis:
     """Return an axis for numbers, with ticks at round ones. ``spec`` formats their texts."""
     numbers = np.asarray(values, dtype=np.float64).ravel()
     numbers = numbers[np.isfinite(numbers)]
     low, high = (float(numbers.min()), float(numbers.max())) if len(numbers) else (0.0, 1.0)
-    low = min(low, 0.0) if has_zero else low
     if not high > low:
         margin = abs(high) / 10 or 1.0
-        low, high = (low if has_zero else low - margin), high + margin
+        low, high = low - margin, high + margin
     rough = (high - low) / _NUM_TICKS
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
-    places = [round(number * step, _DIGITS) for number in range(math.ceil(low / step), 10_000)]
+    multiples = range(math.ceil(low / step), math.floor(high / step + _ROUNDING) + 1)
     spec = spec or f",.{max(0, -math.floor(math.log10(step)))}f"
-    ticks = [(place, format(place, spec)) for place in places if place <= high]
+    ticks = [
+        (place, format(place, spec)) for place in (round(n * step, _DIGITS) for n in multiples)
+    ]
     return Axis(low=low, high=high, ticks=ticks, title=title)
 
 
@@ -127,10 +129,15 @@ class Drawing:
         ]
         self._marks.append(f"<g class='hover'>{''.join(marks)}</g>")
 
-    def cells(self, rows: Sequence[Sequence[str]], titles: Sequence[str]) -> None:
-        """Fill rows of cells of equal size with colors; each row has a title."""
+    def cells(
+        self, begins: Sequence[float], rows: Sequence[Sequence[str]], titles: Sequence[str]
+    ) -> None:
+        """Fill rows of cells with colors, each from its begin to that of the next one.
+
+        Each row has a title.
+        """
+        edges = [*map(self._x.at, begins), UNITS]
         for row, (colors, title) in enumerate(zip(rows, titles, strict=True)):
-            edges = [round(UNITS * number / len(colors)) for number in range(len(colors) + 1)]
             paths: dict[str, str] = {}
             begin = 0
             for end in range(1, len(colors) + 1):  # equal cells beside each other are one

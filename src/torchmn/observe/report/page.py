@@ -29,7 +29,7 @@ def page(
     for number, (summary, findings) in enumerate(largest_first):
         body.add(f"<section><h2>{escape(_name(summary))}</h2>")
         _add_findings(body, summary, findings)
-        if scaling is not None and compared is None and number == 0:
+        if scaling is not None and number == 0:
             body.add("<h3>Scaling over all runs</h3>")
             body.charts(list(scaling_charts(scaling)), has_one_table=True)
         _add_charts(body, summary)
@@ -131,7 +131,7 @@ def _add_findings(body: _Body, summary: Summary, findings: Sequence[Finding]) ->
 
 def _add_comparison(body: _Body, compared: Comparison) -> None:
     body.add("<section><h2>B compared with A</h2>")
-    for line in (f"A is {compared.a}", f"B is {compared.b}", *compared.text.splitlines()):
+    for line in compared.text.splitlines():
         body.add(f"<p>{escape(line)}</p>")
     body.add("</section>")
 
@@ -144,8 +144,8 @@ def _add_charts(body: _Body, summary: Summary) -> None:
         body.add("<h3>The slowest steps</h3>")
         body.table(slow, "the slowest steps", is_open=True)
     body.add("<h3>Settings and placement</h3>")
-    both = {**summary.ranks[0].settings, **summary.ranks[0].start.versions}
-    body.table(Table(columns=("what", "value"), rows=list(both.items())), "settings and versions")
+    rows = list(summary.settings_and_versions.items())
+    body.table(Table(columns=("what", "value"), rows=rows), "settings and versions")
     body.table(placement_table(summary), "placement of ranks")
 
 

@@ -9,7 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchmn.cluster.units import grouped
-from torchmn.observe.report.summary import Summary, bits, duration, megabytes, rank_list
+from torchmn.observe.report.summary import (
+    Summary,
+    bits,
+    duration,
+    megabytes,
+    number_list,
+    rank_list,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +50,7 @@ def scaling_of(summaries: Sequence[Summary]) -> Scaling:
     """Compare runs of the same training on several numbers of ranks."""
     rates = [summary.samples_per_s for summary in summaries]
     if any(rate is None for rate in rates):
-        rates = [summary.run.size * summary.steps_per_s for summary in summaries]
+        rates = [summary.run.size / summary.step_s for summary in summaries]
         unit = "rank steps/s"
     else:
         unit = "samples/s"
@@ -122,7 +129,7 @@ def links_table(summary: Summary) -> Table:
                 bits(link.bytes_per_s),
                 bits(link.nominal_bytes_per_s) if link.nominal_bytes_per_s else "unknown",
             )
-            for link in summary.busiest_links
+            for link in summary.links
         ],
     )
 
@@ -160,7 +167,7 @@ def placement_table(summary: Summary) -> Table:
                 start.host,
                 str(start.intra_rank),
                 start.device,
-                rank_list(start.cpus, max_parts=4).split(" ", 1)[1] if start.cpus else "",
+                number_list(start.cpus, max_parts=4) if start.cpus else "",
                 str(start.pid),
                 duration(float(rank.clock.error_s.max())) if rank.clock.is_known else "",
             )

@@ -47,7 +47,7 @@ from torchmn.control.processes import (
 )
 from torchmn.run.elastic.rendezvous import ROLE
 from torchmn.run.host_checks import find_problem, versions
-from torchmn.run.job import worker_command
+from torchmn.run.job import time_to_save, worker_command
 from torchmn.run.preemption_notice import notice_now
 from torchmn.run.rank_environment import rank_variables
 
@@ -91,8 +91,8 @@ class Host:
         self._kill_at = math.inf  # when the agents, which were asked to end, are killed
         self._leave: Shutdown | None = None
 
-    def run(self) -> str:
-        """Take part until the end; return why the job failed or continues without this host."""
+    def run(self) -> Shutdown:
+        """Take part until the end; return why this host has left."""
         while True:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._wakeup, selectors.EVENT_READ, self._on_signals)
@@ -107,15 +107,16 @@ class Host:
             if self._agents:
                 self._enforce_end()
             elif self._leave is not None:
-                return self._leave.text
+                return self._leave
             elif self._state == "running":
                 self._round_ended()
 
     def _on_signals(self) -> None:
         for signum in self._wakeup.recv(64):
-            if signum in _ENDING_SIGNALS:
-                self._channel.post(HostLeaving(text=f"it received {signal_name(-signum)}"))
-                self._go(Shutdown(signum=signum, text=""), self._grace_after(signum))
+            if signum in _ENDING_SIGNALS and self._leave is None:
+                self._leave_after(signum)
+            elif signum == signal.SIGINT:
+                self._kill_at = 0.0  # Ctrl-C while this host leaves: at once
         for pid, returncode in reap_children():
             if pid in self._agents:
                 self._agents.discard(pid)
@@ -165,6 +166,7 @@ class Host:
                 worker_command(),
                 env={**env, **rank_variables(slots, inter_rank, intra_rank)},
                 stdin=subprocess.DEVNULL,
+                start_new_session=True,  # so that Ctrl-C reaches us alone, who pass it on
             )
             agent.returncode = 0  # this class reaps; without it Popen would warn
             self._agents.add(agent.pid)
@@ -196,22 +198,27 @@ class Host:
             for pid in self._agents:
                 send(pid, signum)
 
-    def _grace_after(self, signum: int) -> float | None:
-        """How long agents may take after a signal from outside: after SIGTERM they save."""
-        if signum != signal.SIGTERM or self._job is None:
-            return None
-        return math.inf if self._job.signal_grace_s is None else self._job.signal_grace_s
+    def _leave_after(self, signum: int) -> None:
+        """Leave the job after a signal to this host."""
+        self._channel.post(HostLeaving(text=f"it received {signal_name(-signum)}"))
+        self._leave = Shutdown(signum=signum, text="")
+        if signum == signal.SIGHUP or self._job is None:
+            self._end_agents(signum)
+            return
+        # Ctrl-C here does not end the job: the others go on from where all ranks have saved.
+        say(time_to_save(signum, self._job.signal_grace_s))
+        self._end_agents(signal.SIGTERM, self._job.signal_grace_s)
 
-    def _go(self, leave: Shutdown, grace_s: float | None = None) -> None:
+    def _go(self, leave: Shutdown) -> None:
         if self._leave is None:
             self._leave = leave
-            self._end_agents(leave.signum, grace_s)
+            self._end_agents(leave.signum)
 
 
 def main() -> int:
     """Run this host's part of the job; the exit code is 0 if it ended regularly."""
     try:
-        text = take_part(lambda: decode(sys.stdin.readline(), RunHost))
+        text = take_part(lambda: decode(sys.stdin.readline(), RunHost)).text
     except TorchmnError as error:
         text = str(error)
     if text:
@@ -219,11 +226,12 @@ def main() -> int:
     return 1 if text else 0
 
 
-def take_part(find_order: Callable[[], RunHost]) -> str:
-    """Run this host's part of a job; return why the job failed or continues without this host.
+def take_part(find_order: Callable[[], RunHost]) -> Shutdown:
+    """Run this host's part of a job; return why it has left.
 
-    Empty if it ended regularly. The process can do nothing else afterwards. Raises LaunchError: the
-    launcher does not answer, or does not know the secret.
+    The ``text`` says why the job failed or continues without this host; it is empty if it ended
+    regularly. The process can do nothing else afterwards. Raises LaunchError: the launcher does not
+    answer, or does not know the secret.
     """
     adopt_orphans()
     # the launcher forwards SIGUSR1 and SIGUSR2, which are not ignored: that would be inherited

@@ -6,71 +6,58 @@ it what to run; their environment is their own.
 """
 
 import os
+import signal
 import socket
 import time
 from collections.abc import Mapping
 from contextlib import closing
-from pathlib import Path
 
-from torchmn.base.errors import LaunchError
+from torchmn.base.errors import LaunchError, shell_code
 from torchmn.base.log import Log
 from torchmn.cluster.gpus import count_gpus
-from torchmn.cluster.network import is_this_host, own_routes
+from torchmn.cluster.network import own_routes
 from torchmn.cluster.units import counted
 from torchmn.control.job_secret import given_secret
 from torchmn.run.elastic.host_main import RunHost, take_part
 from torchmn.run.elastic.job import parse_elastic
-from torchmn.run.job import Job
-from torchmn.run.plan import RunOptions, assign_slots, meeting_place
-from torchmn.run.rank_environment import worker_environment
+from torchmn.run.plan import RunOptions, assign_slots
+from torchmn.run.rank_environment import without_launcher
 
 _log = Log(__name__)
 _PAUSE_S = 0.5
 
 
-def is_launcher(options: RunOptions) -> bool:
-    """Whether the job starts here: no address is given, or this host has it.
-
-    Example:
-        >>> from torchmn.run.plan import RunOptions
-        >>> is_launcher(RunOptions(argv=("python", "train.py"), elastic="1:4"))
-        True
-    """
-    return options.master_addr is None or is_this_host(options.master_addr)
-
-
 def join_job(options: RunOptions, env: Mapping[str, str]) -> int:
-    """Take part in the job of ``options.master_addr`` until it ends; return the exit code.
+    """Take part in the job of ``options.meeting`` until it ends; return the exit code.
 
-    Call it in the main thread of a process that does nothing else. Raises UsageError: there is no
-    secret, or the options contradict each other. Raises LaunchError: the launcher does not answer,
-    or has another secret.
+    That is 130 if Ctrl-C ended it, on any host. Call it in the main thread of a process that does
+    nothing else. Raises UsageError: there is no secret, or the options contradict each other.
+    Raises LaunchError: the launcher does not answer, or has another secret.
     """
-    host, port = meeting_place(options)
-    secret = given_secret(env, "--master-addr")
+    assert options.meeting is not None  # noqa: S101 - else the job starts here
+    host, port = options.meeting
     slots = sum(each.slots for each in assign_slots(options, None, num_gpus=count_gpus(env)))
     _, _, limit_s = parse_elastic(options.elastic or "1:1")
     here = socket.gethostname()
-    job = Job(argv=options.argv, num_ranks=slots, backend="gloo", log_dir=Path())
-    base = worker_environment(job, env)
     order = RunHost(
         host=here,
         slots=slots,
-        secret=secret,
+        secret=given_secret(env, "--master-addr"),
         rendezvous=f"{host}:{port}",
-        env=base,
+        env=without_launcher(env),
         node_rank=options.node_rank,
         joins=True,
     )
     _wait_for_launcher(host, port, limit_s)
     _log.info("%s joins the job at %s:%d with %s", here, host, port, counted(slots, "rank"))
     os.environ.clear()  # what an outer launcher has left does not hold for the ranks
-    text = take_part(lambda: order)
-    if text:
-        _log.error("%s is out of the job: %s", here, text)
-    else:
-        _log.info("the job is over, or this host has left")
-    return 1 if text else 0
+    end = take_part(lambda: order)
+    if end.text:
+        _log.error("%s is out of the job: %s", here, end.text)
+        return 1
+    _log.info("the job is over, or this host has left")
+    # after SIGTERM a host leaves the job as it should; Ctrl-C here or there interrupts it
+    return 0 if end.signum == signal.SIGTERM else shell_code(-end.signum)
 
 
 def _own_addresses() -> str:

@@ -71,11 +71,10 @@ class RoundEnding:
 
 @dataclass(frozen=True, kw_only=True)
 class HostLost:
-    """Decision to give up a host whose connection is lost, as expected if ``has_left``."""
+    """Decision to give up a host whose connection is lost; ``text`` says why, for the user."""
 
     host: str
     text: str
-    has_left: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +100,8 @@ class RendezvousState:
     """Decides on the rounds of an elastic job.
 
     Ranks are numbered by the ``node_rank`` of their hosts; without one in the order of ``hosts``,
-    which the launcher starts. If ``is_open``, others that know the secret may join, and come last.
-    ``own_node_rank`` is that of the launcher's host, if the user has given it one.
+    which the launcher starts. With ``own_node_rank``, that of the launcher's host, others that know
+    the secret may join, and come last.
     """
 
     def __init__(
@@ -111,13 +110,12 @@ class RendezvousState:
         limits: Limits,
         *,
         now: float,
-        is_open: bool = False,
         own_node_rank: int | None = None,
     ) -> None:
         self._own_node_rank = own_node_rank
         self._started = tuple(hosts)
         self._hosts = list(hosts)  # with those that have joined, in the order of their arrival
-        self._is_open = is_open
+        self._is_open = own_node_rank is not None
         self._limits = limits
         self._connected: dict[str, _Host] = {}
         self._absent: set[str] = set()
@@ -176,11 +174,8 @@ class RendezvousState:
             if self._phase == "running":
                 text = f"{host} joined; waiting for the next checkpoint."
                 self._decisions.append(UserMessage(text=text))
-        elif before == "running" and self._leavers and self._limits.is_fixed:
-            self._end("; ".join(self._leavers))
         elif before == "running" and self._leavers:
-            self._has_loss = True
-            self._gather("; ".join(self._leavers), now)
+            self._go_on_without(now, "; ".join(self._leavers))
         elif before == "running":
             self._has_failure = True
             # Its ranks may have ended because others did, on any host.
@@ -201,9 +196,10 @@ class RendezvousState:
 
     def on_host_leaving(self, host: str, why: str) -> None:
         """Handle that a host will leave: it is in no further round."""
-        if self._connected[host].leaves:
+        host_state = self._connected.get(host)
+        if host_state is None or host_state.leaves:  # a rank of a lost host may have said so
             return
-        self._connected[host].leaves = why
+        host_state.leaves = why
         text = f"{host} leaves: {why}"
         self._decisions.append(UserMessage(text=f"{text}."))
         if host in self._members and self._phase == "running":
@@ -233,18 +229,14 @@ class RendezvousState:
         host_state = self._connected.pop(host, None)
         if host_state is None or self._phase == "over":
             return
-        has_left = bool(host_state.leaves)
-        self._decisions.append(
-            HostLost(host=host, text=host_state.leaves or why, has_left=has_left)
-        )
+        text = f"{host} left" if host_state.leaves else f"{host} was lost"
+        details = f": {host_state.leaves or why}"
+        self._decisions.append(HostLost(host=host, text=text + details))
         if host not in self._started:
             self._hosts.remove(host)
-        is_done = host_state.state == "finished" or (has_left and host_state.state == "ready")
-        if host in self._members and not is_done and self._limits.is_fixed:
-            self._end(f"{host} {'left' if has_left else 'was lost'}: {host_state.leaves or why}")
-        elif host in self._members and not is_done:
-            self._has_loss = True
-            self._gather(f"{host} {'left' if has_left else 'was lost'}", now)
+        has_gone = bool(host_state.leaves) and host_state.state == "ready"
+        if host in self._members and host_state.state != "finished" and not has_gone:
+            self._go_on_without(now, text, details)
         if self._phase == "gathering" and self._number == 0:
             self._absent.add(host)
         self._start_if_complete(now)
@@ -289,8 +281,10 @@ class RendezvousState:
             return f"the job's hosts are {', '.join(self._hosts)}"
         if self._limits.is_fixed and (member.node_rank or 0) >= self._limits.max_hosts:
             return f"--node-rank must be less than --nnodes {self._limits.max_hosts} there"
-        if self._limits.is_fixed and len(self._connected) >= self._limits.max_hosts:
-            return f"the job has its {self._limits.max_hosts} hosts: {', '.join(self._connected)}"
+        # the launcher's own host may come later than others, and takes part
+        members = dict.fromkeys([*self._started, *self._connected])
+        if self._limits.is_fixed and member.joins and len(members) >= self._limits.max_hosts:
+            return f"the job has its {self._limits.max_hosts} hosts: {', '.join(members)}"
         if member.joins and member.host in self._connected:
             return (
                 f"a host named {member.host} takes part. Give each host another name; if this is "
@@ -320,6 +314,14 @@ class RendezvousState:
     @property
     def _is_stopping(self) -> bool:
         return any(host_state.state == "stopping" for host_state in self._connected.values())
+
+    def _go_on_without(self, now: float, why: str, details: str = "") -> None:
+        """Have the other hosts gather, or end the job if their number is fixed."""
+        if self._limits.is_fixed:
+            self._end(why + details)
+        else:
+            self._has_loss = True
+            self._gather(why, now)
 
     def _gather(self, why: str, now: float) -> None:
         """Have all hosts end their ranks and gather."""

@@ -276,11 +276,10 @@ def _how_all_ended(ranks: Sequence[RankRecord]) -> str:
     failed = [r for r in ranks if r.failed is not None and not r.is_consequence]
     if failed:
         return _describe_exit(failed[0])
-    killed = [r for r in ranks if r.exit and r.exit.returncode == -signal.SIGKILL]
+    killed = [r.rank for r in ranks if r.exit and r.exit.returncode == -signal.SIGKILL]
     if killed:
-        names = ", ".join(str(record.rank) for record in killed)
-        rank, was = ("rank", "was") if len(killed) == 1 else ("ranks", "were")
-        return f"{rank} {names} had not exited in time and {was} killed"
+        was = "was" if len(killed) == 1 else "were"
+        return f"{listed('rank', killed)} had not exited in time and {was} killed"
     return f"all {len(ranks)} ranks have ended"
 
 

@@ -272,14 +272,20 @@ def write_hang_report(folder: Path, text: str) -> str:
     return _write(folder / HANG_FILE, text)
 
 
-def write_failure_report(folder: Path, result: JobResult, summary: str) -> str:
+def write_failure_report(
+    folder: Path, result: JobResult, summary: str, short: Path | None = None
+) -> str:
     """Write ``failure.txt``: the whole traceback, or the end of stderr, then the summary.
 
-    Returns the problem if it cannot be written, such as a full disk, else an empty string.
+    The file ``short`` has no more of the error than the terminal shows. Returns the problem if they
+    cannot be written, such as a full disk, else an empty string.
     """
-    first = result.first_failure
+    first, tail = result.first_failure, stderr_tail(result)
     whole = first.failed.whole.splitlines() if first is not None and first.failed else []
-    return _write(folder / FAILURE_FILE, "\n".join([*(whole or stderr_tail(result)), summary, ""]))
+    problem = _write(folder / FAILURE_FILE, "\n".join([*(whole or tail), summary, ""]))
+    if short is not None:
+        problem = _write(short, "\n".join([*tail, summary, ""])) or problem
+    return problem
 
 
 def stderr_tail(result: JobResult) -> list[str]:

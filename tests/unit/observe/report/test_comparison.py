@@ -114,7 +114,6 @@ def test_changed_settings_are_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"num_ranks": 3}, "A has 2 ranks, and B has 3"),
         ({"num_steps": 15}, "12 steps after its warm-up, and at least 20 are needed"),
         ({"samples": 64}, "a step of a rank has 32 samples in A, and 64 in B"),
     ],

@@ -36,9 +36,7 @@ class Play:
             is_fixed=is_fixed,
         )
         self.now = 0.0
-        self.rounds = RendezvousState(
-            hosts, limits, now=0.0, is_open=is_open, own_node_rank=0 if is_fixed else None
-        )
+        self.rounds = RendezvousState(hosts, limits, now=0.0, own_node_rank=0 if is_open else None)
 
     def come(self, *hosts: str, versions: dict[str, str] = VERSIONS, **more: object) -> str:
         """They connect and are ready; the problem of the last one."""
@@ -338,7 +336,7 @@ def test_a_host_that_leaves_is_in_no_further_round() -> None:
     assert (found.num_restarts, found.reason) == (0, "b leaves: AWS takes it")
     assert not play.rounds.will_continue
     play.lose("b")
-    assert play.decided(HostLost) == HostLost(host="b", text="AWS takes it", has_left=True)
+    assert play.decided(HostLost) == HostLost(host="b", text="b left: AWS takes it")
     play.join("b")
     play.rounds.on_checkpoint_saved(10, play.now)
     play.arrive("a")
@@ -385,6 +383,22 @@ def test_a_fixed_number_of_hosts_starts_at_once_and_ends_with_any_of_them() -> N
     assert play.join("c") == "the job has its 2 hosts: a, b"
     play.lose("b")
     assert play.over() == "b was lost: gone"
+
+
+def test_the_host_of_the_launcher_has_its_place_in_a_fixed_number() -> None:
+    play = Play("a", min_hosts=2, max_hosts=2, is_open=True, is_fixed=True)
+    assert play.join("b") == ""
+    assert play.join("c") == "the job has its 2 hosts: a, b"
+    play.come("a", node_rank=0)
+    assert names(play.round()) == ["a", "b"]
+
+
+def test_a_notice_of_a_host_that_is_lost_is_too_late() -> None:
+    play = fixed()
+    play.lose("b")
+    assert play.over() == "b was lost: gone"
+    play.rounds.on_host_leaving("b", "AWS will terminate it")
+    assert not play.rounds.drain_decisions()
 
 
 def test_a_host_that_leaves_a_fixed_number_ends_the_job() -> None:
