@@ -28,16 +28,6 @@ _NUM_SEPARATE = 16
 _MOMENT_S = 1.0
 _NUM_RECENT = 3
 _FRAME = 'File "'
-_PROCESS_TEXTS = {
-    ProcessState.RUNNING: "runs",
-    ProcessState.SLEEPING: "sleeps",
-    ProcessState.DEVICE_WAIT: "waits for a disk or another device",
-    ProcessState.STOPPED: "is stopped by a signal",
-    ProcessState.TRACED: "is stopped by a debugger",
-    ProcessState.EXITED: "has exited",
-    ProcessState.GONE: "is gone",
-    ProcessState.UNKNOWN: "cannot be inspected on this system",
-}
 _GOES_ON = (ProcessState.RUNNING, ProcessState.SLEEPING)
 _HOLDS_GIL = (
     "it is in C code that holds Python's global interpreter lock (GIL), or is not a Python script"
@@ -78,7 +68,7 @@ class RankStatus:
         where = f" (in {reply.kernel_function})" if reply.kernel_function else ""
         why = "" if reply.process not in _GOES_ON else f"; {_HOLDS_GIL}"
         return cls(
-            text=f"does not answer: its process {_PROCESS_TEXTS[reply.process]}{where}{why}",
+            text=f"does not answer: its process {reply.process.text}{where}{why}",
             is_halted=reply.process.is_halted,
         )
 

@@ -41,7 +41,7 @@ class StartScript(Message, frozen=True, kw_only=True):
     """Supervisor: the command to run; ``env`` holds variables that the launcher has not set.
 
     ``grace_s`` is how long the script may take to exit when the job fails, ``signal_grace_s`` after
-    a signal from outside of the job; ``None`` leaves that to the scheduler. ``preemption`` is where
+    a signal from outside of the job; infinity leaves that to the scheduler. ``preemption`` is where
     the host finds out that it will be preempted, see `torchmn.run.preemption_notice`.
     """
 
@@ -49,7 +49,7 @@ class StartScript(Message, frozen=True, kw_only=True):
     cwd: str
     log_dir: str
     grace_s: float
-    signal_grace_s: float | None
+    signal_grace_s: float
     wants_refreshes: bool
     script: str
     env: dict[str, str]
@@ -146,16 +146,25 @@ class PreemptionNotice(Message, frozen=True, kw_only=True):
 
 
 class ProcessState(Enum):
-    """State of a process as the operating system reports it."""
+    """State of a process: its value, its letters in Linux' ``/proc``, and how it is described."""
 
-    RUNNING = "running"
-    SLEEPING = "sleeping"
-    DEVICE_WAIT = "device_wait"
-    STOPPED = "stopped"
-    TRACED = "traced"
-    EXITED = "exited"
-    GONE = "gone"
-    UNKNOWN = "unknown"
+    _value_: str
+    letters: str
+    text: str
+    RUNNING = "running", "R", "runs"
+    SLEEPING = "sleeping", "S", "sleeps"
+    DEVICE_WAIT = "device_wait", "D", "waits for a disk or another device"
+    STOPPED = "stopped", "T", "is stopped by a signal"
+    TRACED = "traced", "t", "is stopped by a debugger"
+    EXITED = "exited", "ZX", "has exited"
+    GONE = "gone", "", "is gone"
+    UNKNOWN = "unknown", "", "cannot be inspected on this system"
+
+    def __new__(cls, value: str, letters: str, text: str) -> "ProcessState":
+        """Make a state from a row of the table above, of which only its value is sent."""
+        state = object.__new__(cls)
+        state._value_, state.letters, state.text = value, letters, text
+        return state
 
     @property
     def is_halted(self) -> bool:
@@ -363,7 +372,7 @@ class JobOrder(Message, frozen=True, kw_only=True):
     cwd: str
     script: str
     grace_s: float
-    signal_grace_s: float | None
+    signal_grace_s: float
     preemption: str
     env: dict[str, str]
 

@@ -194,7 +194,7 @@ def _hosts(given: TorchrunOptions, chosen: Mapping[str, Any]) -> dict[str, Any]:
             )
     if not 0 < port < 1 << 16:
         raise UsageError(f"--master-port must be from 1 to 65535, got {port}.")
-    place = {"meeting": (address, port), "node_rank": node_rank}
+    place: dict[str, Any] = {"meeting": (address, port), "node_rank": node_rank}
     if high is not None:
         place["elastic"] = f"{low}:{high}{seconds}"
         if low == high:

@@ -22,19 +22,20 @@ from torchmn.run.child_processes import ProcessOwner
 from torchmn.run.console import RankOutput
 from torchmn.run.elastic.host_main import round_secret
 from torchmn.run.elastic.host_processes import HostProcesses
-from torchmn.run.elastic.job import ElasticJob, host_process, job_order
+from torchmn.run.elastic.job import host_process, job_order
 from torchmn.run.elastic.rendezvous import ROLE, Rendezvous
 from torchmn.run.elastic.rendezvous_state import (
     RANK_FAILED,
     Decision,
     HostLost,
     JobEnded,
+    Limits,
     RendezvousState,
     RoundEnding,
     UserMessage,
 )
 from torchmn.run.elastic.round_session import RoundSession, num_ranks_of
-from torchmn.run.job import Command
+from torchmn.run.job import Command, Job
 from torchmn.run.monitor.inspections import Inspections
 from torchmn.run.monitor.job_result import JobResult
 from torchmn.run.monitor.rank_session import write_failure_report
@@ -49,32 +50,32 @@ class ElasticLauncher:
     """
 
     def __init__(
-        self, elastic: ElasticJob, output: RankOutput, address: str, env: Mapping[str, str]
+        self, job: Job, limits: Limits, output: RankOutput, address: str, env: Mapping[str, str]
     ) -> None:
-        self._elastic = elastic
-        self._job = elastic.job
+        self._job = job
+        self._max_restarts = limits.max_restarts
         self._output = output
         self._env = env
         self._owner = ProcessOwner(output)
         self._clock = LoopClock()
-        meeting = _meeting(elastic, address)
+        meeting = _meeting(job, address)
         self._listener = channels.listen_on(address)  # for the ranks of all rounds
         self._meeting_address = channels.address_of(meeting)
-        names = [host.name for host in self._job.hosts]
+        names = [host.name for host in job.hosts]
         self._state = RendezvousState(
             names,
-            elastic.limits,
+            limits,
             now=self._clock.now,
-            own_node_rank=None if elastic.meeting is None else elastic.node_rank,
+            own_node_rank=None if job.meeting is None else job.node_rank,
         )
         self._rendezvous = Rendezvous(
-            AuthenticatedListener(meeting, secret=self._job.secret, role=ROLE),
+            AuthenticatedListener(meeting, secret=job.secret, role=ROLE),
             self._state,
-            job_order(elastic, env, channels.address_of(self._listener)),
+            job_order(job, env, channels.address_of(self._listener)),
         )
-        self._hosts = HostProcesses(names, self._host_command, self._job.log_dir)
+        self._hosts = HostProcesses(names, self._host_command, job.log_dir)
         self._ranks: RoundSession | None = None
-        self._inspections = Inspections(self._job.log_dir)
+        self._inspections = Inspections(job.log_dir)
         self._has_stopped = False
         self._end: str | None = None  # why the job ended, empty if it went well
         self._kill_at = float("inf")
@@ -102,7 +103,7 @@ class ElasticLauncher:
         return code
 
     def _host_command(self, host: str) -> Command:
-        return host_process(self._elastic, self._env, host, rendezvous=self._meeting_address)
+        return host_process(self._job, self._env, host, rendezvous=self._meeting_address)
 
     def _is_over(self) -> bool:
         """Whether the job has ended and no process is left, or the time to end is over."""
@@ -138,8 +139,7 @@ class ElasticLauncher:
             if self._ranks is not None:
                 self._ranks.disconnect_pending()
         elif isinstance(decision, HostLost):
-            how = "left" if decision.has_left else "was lost"
-            self._output.say(f"{decision.host} {how}: {decision.text}")
+            self._output.say(decision.text)
             self._hosts.give_up(decision.host, self._job.grace_s + _MARGIN_S)
             if self._ranks is not None:
                 self._ranks.drop_host(decision.host)
@@ -191,7 +191,7 @@ class ElasticLauncher:
         why = found.reason
         if found.num_restarts > before.round.num_restarts:
             why = before.result().summary.rstrip(".") or why
-            why += f"; restart {found.num_restarts} of {self._elastic.limits.max_restarts}"
+            why += f"; restart {found.num_restarts} of {self._max_restarts}"
         names = ", ".join(member.host for member in found.members)
         return (
             f"{why}: continuing with {counted(num_ranks_of(found), 'rank')} on {names} from the "
@@ -263,11 +263,11 @@ class ElasticLauncher:
         return result.exit_code or 1
 
 
-def _meeting(elastic: ElasticJob, address: str) -> socket.socket:
+def _meeting(job: Job, address: str) -> socket.socket:
     """Listen for the hosts of the job. Raises LaunchError: the user's address cannot be used."""
-    if elastic.meeting is None:
+    if job.meeting is None:
         return channels.listen_on(address)
-    host, port = elastic.meeting
+    host, port = job.meeting
     try:
         return channels.listen_on(host, port)
     except OSError as error:
