@@ -153,19 +153,23 @@ def test_ctrl_c_on_one_host_ends_the_job(lab: Lab, tmp_path: Path, interrupted: 
     nothing_is_left(runs[0])
 
 
-def test_a_second_ctrl_c_ends_a_host_at_once(lab: Lab, tmp_path: Path) -> None:
-    """The first one leaves its ranks the time to save."""
-    script = SLEEPS.replace("print(", "import signal; signal.signal(15, signal.SIG_IGN)\nprint(")
+def test_a_second_ctrl_c_ends_a_host_at_once(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one leaves its ranks the time to save, longer than a host may be silent."""
+    silent_s = limit(1)
+    monkeypatch.setenv("TORCHMN_HEARTBEAT_S", str(silent_s))
+    ignores = "import signal\nif comm.rank == 1:\n    signal.signal(15, signal.SIG_IGN)\nprint("
+    script = SLEEPS.replace("print(", ignores)
     runs = begin_both(lab, tmp_path, "--grace", 3600, script=script)
     runs[1].process.send_signal(signal.SIGINT)
     runs[0].wait_for("n1 leaves: it received SIGINT")
-    time.sleep(1.0)
+    time.sleep(1.5 * silent_s)
     assert runs[1].process.poll() is None
+    assert "n1 left" not in runs[0].text
     runs[1].process.send_signal(signal.SIGINT)
     assert runs[1].end() == 130, runs[1].text
-    for _ in range(2):
-        runs[0].process.send_signal(signal.SIGINT)
-    assert runs[0].end() == 130, runs[0].text
+    assert runs[0].end() == 1, runs[0].text
     nothing_is_left(runs[0])
 
 

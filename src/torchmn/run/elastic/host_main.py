@@ -96,10 +96,10 @@ class Host:
         while True:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._wakeup, selectors.EVENT_READ, self._on_signals)
-                # Whatever they say, this host leaves; and at their end they would be ready always.
-                if self._leave is None:
-                    if not self._order.joins:
-                        selector.register(0, selectors.EVENT_READ, self._on_input)
+                # At their end they would be ready always.
+                if self._leave is None and not self._order.joins:
+                    selector.register(0, selectors.EVENT_READ, self._on_input)
+                if self._channel.is_open:
                     selector.register(self._channel, selectors.EVENT_READ, self._on_messages)
                 for key, _ in selector.select(_POLL_S):
                     key.data()
@@ -130,6 +130,8 @@ class Host:
         for message in self._channel.collect():
             if isinstance(message, HeartbeatRequest):
                 answer(self._channel)
+            elif self._leave is not None:
+                continue  # whatever it says, this host leaves, and its ranks may take long to save
             elif isinstance(message, JobOrder):
                 self._begin(message)
             elif isinstance(message, Round):
