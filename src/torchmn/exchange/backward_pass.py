@@ -24,8 +24,27 @@ class _Members:
     are_elsewhere = False  # whether one of them has begun another pass since
 
 
-_BEFORE_PASSES: weakref.WeakKeyDictionary[Communicator, _Members] = weakref.WeakKeyDictionary()
-"""Stands for a pass before the first one: counts the optimizers made on a communicator."""
+class _BeforePasses:
+    """Stands for a pass before the first one of the optimizers made on a communicator.
+
+    Optimizers made after some of those have begun a pass, as for the next fold of a
+    cross-validation, have such a pass of their own.
+    """
+
+    def __init__(self) -> None:
+        self.num_made = 0
+        self.members = _Members()
+
+    def add_member(self) -> _Members:
+        """Count an optimizer; returns those that were made since a pass began, with it."""
+        self.num_made += 1
+        if self.members.are_elsewhere:
+            self.members = _Members()
+        self.members.num += 1
+        return self.members
+
+
+_BEFORE_PASSES: weakref.WeakKeyDictionary[Communicator, _BeforePasses] = weakref.WeakKeyDictionary()
 _MEMBERS: weakref.WeakValueDictionary[int, _Members] = weakref.WeakValueDictionary()
 """The counts of the passes that run, by autograd's number of the pass."""
 
@@ -87,9 +106,9 @@ class Passes:
         self._rank_label = comm.rank_label
         self.current: BackwardPass | None = None
         """The pass that has begun and not ended."""
-        self._members = _BEFORE_PASSES.setdefault(comm, _Members())  # of the last pass that ended
-        self._members.num += 1
-        self.number = self._members.num
+        before = _BEFORE_PASSES.setdefault(comm, _BeforePasses())
+        self._members = before.add_member()  # of the last pass that ended
+        self.number = before.num_made
         """The number of this optimizer among those that were made on its communicator."""
         self.is_joint = False
         """Whether other optimizers exchange gradients in the pass that is ending."""
@@ -142,6 +161,11 @@ class Passes:
         """Note that gradients were cleared."""
         if self.current is not None:
             self.current.is_cleared = True
+
+    def close(self) -> None:
+        """Note that this optimizer takes part in no pass any more."""
+        self._members.num -= 1
+        self._members = _Members()
 
     @property
     def are_inside(self) -> bool:

@@ -245,6 +245,7 @@ class GradientReducer:
         Without reference cycles its buckets are freed at once, not by the garbage collector.
         """
         self.close()
+        self.passes.close()
         self.replicas.watch([])
         self.owner, self.act_on_nonfinite, self._on_backward_end = None, _nothing, _nothing
 

@@ -88,7 +88,7 @@ class Bucket(Record, frozen=True, kw_only=True):
     ``ready_s`` is when this rank had the gradients, ``started_s`` when its engine began the
     exchange, and ``ended_s`` when it ended, after the slowest rank had sent its part. A bucket is
     listed in the step in which its exchange ended; its times are negative if they were in the step
-    before. ``encode_s`` and ``decode_s`` are the seconds that the codec took of it (0 on GPUs).
+    before. ``encode_s`` and ``decode_s`` are the seconds that the codec took of it.
     """
 
     number: int

@@ -409,6 +409,40 @@ def test_two_optimizers_of_one_backward_pass_refuse_late_ranks_in_the_first_step
     run_ranks(rank_main, 2)
 
 
+def test_two_optimizers_of_one_backward_pass_refuse_late_ranks_in_the_first_step_of_a_fold() -> (
+    None
+):
+    """The optimizers of the fold before have had passes, which say nothing about the new ones."""
+
+    def rank_main(comm):
+        model = mlp()
+        train_both(model, both(comm, model), lambda _: None, 0, 1)
+        model = mlp()
+        optimizers = both(comm, model)
+        if comm.rank == 1:
+            with pytest.raises(UsageError, match=r"rank 1 of 2.*share a backward pass.*0 rows"):
+                optimizers[0].step()
+
+    run_ranks(rank_main, 2)
+
+
+def test_an_optimizer_in_place_of_one_that_had_no_pass_may_be_late() -> None:
+    """As in a notebook whose cell is run twice: the first optimizer shares no pass any more."""
+
+    def rank_main(comm):
+        model = mlp()
+        create_multi_node_optimizer(sgd(model), comm, model)
+        optimizer = create_multi_node_optimizer(sgd(model), comm, model)
+        if comm.rank == 0:
+            loss_of(model, batch(0, 0)).backward()
+        optimizer.step()
+        return values(model)
+
+    with pytest.warns(ResultWarning, match="without backward"):
+        results = run_ranks(rank_main, 2)
+    assert equal(results[0], results[1])
+
+
 def test_two_optimizers_of_one_backward_pass_of_which_one_rank_takes_old_gradients() -> None:
     """It exchanges them in `step`, in the order of the others, which all ranks then refuse."""
 
