@@ -174,6 +174,7 @@ class StepRecorder(Observer):
 
     def _note_coding(self, name: str, begins: bool) -> None:
         """Add the time in which a codec works to the exchange that runs. Any thread."""
+        # By thread: the engine may encode one bucket while the training thread encodes another.
         thread, now = threading.get_ident(), self.clock.mark()
         began = self._coding.pop(thread, now)
         if begins:
