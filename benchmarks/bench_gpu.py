@@ -1,6 +1,6 @@
 """On a GPU: codec kernels, host waits, memory and speed beside DDP, slow links with GPU compute.
 
-    bench_gpu.py [--parts kernels,waits,memory,speed,links] [--total S] [--nccl FILE]
+    bench_gpu.py [--parts kernels,waits,speed,links,memory] [--total S] [--nccl FILE]
     bench_gpu.py --smoke     # tiny models on CPUs, to see that all of it runs; keeps no record
 
 Two ranks over NCCL, which share the GPU if there is one only: times then say what the host costs
@@ -24,7 +24,7 @@ from pathlib import Path
 from record import RECORDS, environment, report
 
 ROOT = Path(__file__).parents[1]
-PARTS = ("kernels", "waits", "memory", "speed", "links")
+PARTS = ("kernels", "waits", "speed", "links", "memory")
 TOTAL_S = 460.0
 """Eight minutes, of which some are left for the table."""
 
@@ -55,7 +55,8 @@ def main() -> int:
     with shared_gpu() if is_shared else nullcontext("") as how:
         if is_shared:
             os.environ["TORCHMN_SHARE_GPU"] = "1"
-        for part in arguments.parts:
+        for number, part in enumerate(arguments.parts, 1):
+            run.is_last = number == len(arguments.parts)
             print(f"bench-gpu: {part}, {run.left_s:.0f} s are left", flush=True)
             if part == "kernels":
                 bars += kernels.bars(torch.device("cpu" if arguments.smoke else "cuda"))

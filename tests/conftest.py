@@ -155,12 +155,18 @@ def _children_of(pid: str) -> list[str]:
     return children
 
 
+def _is_zombie(pid: str) -> bool:
+    return Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
+
 def _living_children(pid: str = "self") -> dict[int, str]:
     found = {}
     for child in _children_of(pid):
         with suppress(OSError):  # it has ended meanwhile
             words = Path("/proc", child, "cmdline").read_text().replace("\0", " ")
-            if words and not any(name in words for name in LIBRARIES_START):  # none of a zombie
+            if not words and _is_zombie(child):  # one that is about to be executed has none, too
+                continue
+            if not any(name in words for name in LIBRARIES_START):
                 found[int(child)] = words
             found |= _living_children(child)
     return found

@@ -30,12 +30,24 @@ OF_MEMORY = ("ddp_view", "every_step_view", "int8", "diloco")
 OF_SPEED = ("alone", "ddp", "ddp_view", "every_step", "every_step_view")
 OF_COMPILED = ("ddp_view", "every_step_view")
 OF_LINKS = ("alone", "ddp", "every_step", "int8", "1bit", "diloco_int8")
+# Over the slowest link a step of the GPT takes 40 s in float32: DDP's is measured, once.
+OF_SLOWEST_LINK = ("alone", "ddp", "int8", "1bit", "diloco_int8")
+LINKS = (
+    ("gpt", "1gbit", OF_LINKS),
+    ("gpt", "100mbit", OF_SLOWEST_LINK),
+    ("resnet50", "1gbit", OF_LINKS),
+    ("gpt", "10gbit", OF_LINKS),
+    ("resnet50", "100mbit", OF_LINKS),
+)
+"""The first are those of which most is expected: there may be no time for all."""
+SHARE_OF_LINKS = 0.75
+"""Of the time that is left, if other parts follow."""
 NUM_AT_ONCE = 1 if IS_SMOKE else 3
 LEAST_S = 1.0 if IS_SMOKE else 12.0
 """A job is not started with less time than this."""
 SPEED_S = 1.0 if IS_SMOKE else 12.0
 LINK_TURN_S = 0.1 if IS_SMOKE else 2.0
-LINK_S = 1.0 if IS_SMOKE else 30.0
+LINK_S = 1.0 if IS_SMOKE else 20.0
 MAX_STEPS_OF_TURN = 20
 
 
@@ -49,6 +61,8 @@ class Run:
     began_s: float = field(default_factory=time.monotonic)
     not_run: dict[str, str] = field(default_factory=dict)
     facts: dict[str, str] = field(default_factory=dict)
+    is_last: bool = True
+    """Whether no part follows the one that runs."""
 
     @property
     def left_s(self) -> float:
@@ -194,60 +208,68 @@ def links(run: Run) -> list[Bar]:
         return []
     with tempfile.TemporaryDirectory(prefix="torchmn-bench-") as folder:
         # A process of its own: its hosts are removed when it is killed, at the end of the time.
-        left_s = str(run.left_s)
+        left_s = str(run.left_s * (1.0 if run.is_last else SHARE_OF_LINKS))
         found = run.call("slow links", [str(SCRIPT), "links"], Path(folder), left_s)
     if found is None:
         return []
     run.not_run |= found["not_run"]
     run.facts["links"] = found["route"]
-    return [bar for what, rates in found["rates"].items() for bar in link_bars(what, rates)]
+    bars = []
+    for what, rates in found["rates"].items():
+        bars += link_bars(what, rates)
+        for side, parts in found["parts"][what].items():
+            bars += [Bar(f"{what}: {side}: {part}", 1e3 * s, "ms a step")
+                     for part, s in parts.items()]  # fmt: skip
+    return bars
 
 
 def measure_links(out: str, left_s: str) -> None:
-    """Tokens per second of all sides over each link, written when a link is done."""
+    """Tokens per second and parts of a step of all sides, written when a link is done."""
     from tests.netlab import netlab
 
     deadline_s = time.monotonic() + float(left_s)
-    found: dict[str, Any] = {"rates": {}, "not_run": {}, "route": ""}
-    lines = [("gpt", "1gbit"), ("resnet50", "1gbit"), ("gpt", "10gbit"), ("resnet50", "100mbit")]
+    found: dict[str, Any] = {"rates": {}, "parts": {}, "not_run": {}, "route": ""}
     with netlab(NUM_RANKS, None) as lab:
-        for number, (model, rate) in enumerate(lines[:1] if IS_SMOKE else lines):
+        for number, (model, rate, sides) in enumerate(LINKS[:2] if IS_SMOKE else LINKS):
             what = f"{model} over {rate}"
             if time.monotonic() > deadline_s - 2 * LEAST_S:
                 found["not_run"][what] = "no time was left"
                 continue
             lab.set_rate(None)  # while the ranks begin
-            words = [str(SCRIPT), "serve", model, *OF_LINKS]
+            words = [str(SCRIPT), "serve", model, *sides]
             # Over gloo and torchmn's own streams: NCCL is for GPUs of one's own.
             variables = {SHARE_GPU_VARIABLE: "0", "PYTHONHASHSEED": "0"}
             job = start_ranks(words, lab, port=29500 + number, variables=variables)
             lab.set_rate(rate)
-            found["rates"][what], found["route"] = _turns(job, deadline_s - LEAST_S)
+            turns = _turns(job, sides, deadline_s - LEAST_S)
+            found["rates"][what], found["parts"][what], found["route"] = turns
             end_ranks(job)
             Path(out).write_text(json.dumps(found))
     Path(out).write_text(json.dumps(found))
 
 
-def _turns(job: Job, deadline_s: float) -> tuple[dict[str, list[float]], str]:
-    """Tokens per second of all ranks in each turn of each side, and why the route was chosen."""
-    rates: dict[str, list[float]] = {side: [] for side in OF_LINKS}
-    num_steps: dict[str, int] = {}
+def _turns(
+    job: Job, sides: Sequence[str], deadline_s: float
+) -> tuple[dict[str, list[float]], dict[str, dict[str, float]], str]:
+    """Tokens per second of all ranks in each turn of each side, parts of a step, and the route."""
+    rates: dict[str, list[float]] = {side: [] for side in sides}
+    parts, num_steps = {}, {}
     began, route = time.monotonic(), ""
     for turn in range(1 + (1 if IS_SMOKE else 5)):
         now = time.monotonic()
-        # The first turn only finds out how many steps one takes.
-        if turn > 1 and (now - began > LINK_S or now > deadline_s):
+        if turn and not IS_SMOKE and (now - began > LINK_S or now > deadline_s):
             break
-        for side in OF_LINKS:
+        for side in sides:
             steps = BLOCK_STEPS if side.startswith("diloco") else num_steps.get(side, 1)
-            replies = request(job, side, steps)
+            replies = request(job, side, steps, "recorded" if turn == 0 else "plain")
             seconds = max(reply["seconds"] for reply in replies)
             route = replies[0]["route"]
+            rates[side].append(sum(reply["tokens"] for reply in replies) / seconds)
             if turn == 0:
+                parts[side] = replies[0]["parts"]
                 num_steps[side] = min(max(1, int(LINK_TURN_S / seconds)), MAX_STEPS_OF_TURN)
-            else:
-                rates[side].append(sum(reply["tokens"] for reply in replies) / seconds)
-    return rates, route
+    # The first turn is recorded, and finds out how many steps one takes: it counts if it is alone.
+    return {side: values[1:] or values for side, values in rates.items()}, parts, route
 
 
 LINK_LIMITS = {

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -58,13 +59,7 @@ def speed(
         order = [*trainings.items()]
         for side, training in order if turn % 2 else order[::-1]:
             training.step()
-            synchronize(comm.device)
-            comm.barrier()
-            started = time.perf_counter()
-            for _ in range(num_steps):
-                training.step()
-            synchronize(comm.device)
-            own[side].append((time.perf_counter() - started) / num_steps)
+            own[side].append(_seconds_of_step(training, comm, num_steps))
         turn += 1
         if turn == 2:  # all ranks make the same number
             expected = int(budget_s / (time.perf_counter() - began) * turn)
@@ -72,6 +67,17 @@ def speed(
     of_all = comm.allgather_obj(own)
     seconds = {s: [max(each) for each in zip(*(o[s] for o in of_all), strict=True)] for s in sides}
     return {"seconds": {side: values[1:] for side, values in seconds.items()}}
+
+
+def _seconds_of_step(training: Training, comm: Any, num_steps: int) -> float:
+    """Seconds of a step in some that all ranks begin together."""
+    synchronize(comm.device)
+    comm.barrier()
+    began = time.perf_counter()
+    for _ in range(num_steps):
+        training.step()
+    synchronize(comm.device)
+    return (time.perf_counter() - began) / num_steps
 
 
 # ---- waits ----
@@ -159,7 +165,10 @@ _PARTS = {"speed": speed, "waits": waits, "memory": memory}
 
 
 def serve(model: str, *sides: str) -> None:
-    """Build all sides, print "ready", then make steps on request: lines of a side and a number."""
+    """Build all sides, print "ready", then make steps on request.
+
+    A request is a line of a side, a number of steps, and ``recorded`` or ``plain``.
+    """
     import torchmn
 
     answers = os.fdopen(os.dup(1), "w")
@@ -173,15 +182,61 @@ def serve(model: str, *sides: str) -> None:
         training.step()
     print(json.dumps("ready"), file=answers, flush=True)
     for line in sys.stdin:
-        side, count = line.split()
-        training, num_steps = trainings[side], int(count)
-        synchronize(comm.device)
-        dist.barrier()
-        began = time.perf_counter()
-        for _ in range(num_steps):
-            training.step()
-        synchronize(comm.device)
-        seconds = (time.perf_counter() - began) / num_steps
+        side, count, how = line.split()
+        training, num_steps, parts = trainings[side], int(count), {}
+        if how == "recorded":
+            seconds, parts = _recorded(training, comm, num_steps)
+        else:
+            seconds = _seconds_of_step(training, comm, num_steps)
         reply = {"seconds": seconds, "tokens": training.batch.num_tokens, "route": comm.reason}
-        print(json.dumps(reply), file=answers, flush=True)
+        print(json.dumps({**reply, "parts": parts}), file=answers, flush=True)
     os._exit(0)  # the groups of the sides would wait for each other in an orderly exit
+
+
+def _recorded(training: Training, comm: Any, num_steps: int) -> tuple[float, dict[str, float]]:
+    """Seconds of a step, and of its parts as the record of a run has them; none without exchange.
+
+    Encoding, sending and decoding overlap with computing; ``wait`` is what is left of them. Copies
+    to and from the host overlap with sending; their time is that of as many bytes, alone.
+    """
+    from torchmn.base import events
+    from torchmn.record.records import Step
+    from torchmn.record.step_recorder import StepRecorder
+    from torchmn.record.timeline import clock_of
+
+    lines: list[object] = []
+    recorder = StepRecorder(lines.append, clock_of(comm.device.type))
+    recorder.communicator(comm, True)
+    events.add(recorder)
+    try:
+        seconds = _seconds_of_step(training, comm, num_steps)
+    finally:
+        events.remove(recorder)
+    recorder.close()
+    parts: defaultdict[str, float] = defaultdict(float)
+    num_sent = 0
+    for step in lines:
+        if isinstance(step, Step):
+            waits = (step.phases.get(name, 0.0) for name in ("exchange", "encode", "decode"))
+            parts["wait"] += sum(waits)
+            for bucket in step.buckets:
+                parts["encode"] += bucket.encode_s
+                parts["decode"] += bucket.decode_s
+                parts["send"] += bucket.ended_s - bucket.started_s
+                parts["send"] -= bucket.encode_s + bucket.decode_s
+                num_sent += bucket.sent_nbytes
+    if parts:
+        parts["copy, alone"] = _copy_s(num_sent, comm.device)
+    return seconds, {name: s / num_steps for name, s in parts.items()}
+
+
+def _copy_s(nbytes: int, device: torch.device) -> float:
+    """Seconds to copy some bytes to pinned host memory, and as many back."""
+    there = torch.zeros(max(1, nbytes), dtype=torch.uint8, device=device)
+    here = torch.empty(there.shape, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    synchronize(device)
+    began = time.perf_counter()
+    here.copy_(there, non_blocking=True)
+    there.copy_(here, non_blocking=True)
+    synchronize(device)
+    return time.perf_counter() - began

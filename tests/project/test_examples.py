@@ -53,7 +53,6 @@ ALONE: dict[str, Callable[[], str | None]] = {
     "torchmn.train.frameworks.lightning.lightning_strategy": partial(no_package, "lightning"),
     "torchmn.train.multiprocess_updater.MultiprocessParallelUpdater": lambda: None,
     "torchmn.run.rank_environment.run_as_rank": lambda: None,
-    "torchmn.run.start.run_elastic_job": lambda: None,
     "torchmn.run.start.run_job": lambda: None,
 }
 

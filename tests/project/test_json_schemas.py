@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.json_schemas import SCHEMAS
-from torchmn.cli.main import app
+from torchmn.cli.app import app
 
 FILES = sorted(SCHEMAS.glob("*.json"))
 

@@ -117,7 +117,7 @@ def test_the_check_sees_an_import_that_points_up(
         "torchmn.run.agent_main",
         "torchmn.submit",
         "torchmn.doctor.examination",
-        "torchmn.cli.main",
+        "torchmn.cli.app",
     ],
 )
 def test_starts_without_torch(module: str) -> None:

@@ -19,7 +19,7 @@ import typer.main
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchmn
-from torchmn.cli.main import app
+from torchmn.cli.app import app
 from torchmn.record import recording
 
 from .snippets import ROOT, Block, blocks, commands, pages

@@ -1,85 +1,23 @@
-"""The ``torchmn`` command: its subcommands, and errors as one line."""
+"""The ``torchmn`` command, which ends with one line after an error or Ctrl-C."""
 
-from __future__ import annotations
-
-import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-import typer
-
-from torchmn.base.errors import LaunchError, TorchmnError
 from torchmn.base.terminal import say
-from torchmn.cli import doctor, init, inspect, plan, report, run, submit
-from torchmn.cli.versions import versions_text
-from torchmn.cluster.environment_variables import TRACEBACK_VARIABLE
-
-app = typer.Typer(
-    name="torchmn",
-    help="Distributed training of PyTorch models.",
-    pretty_exceptions_enable=False,
-)
-app.command("run", context_settings=run.CONTEXT)(run.run)
-app.command("init")(init.init)
-app.command("doctor")(doctor.doctor)
-app.command("inspect")(inspect.inspect)
-app.command("plan")(plan.plan)
-app.command("report")(report.report)
-app.command("submit", context_settings=submit.CONTEXT)(submit.submit)
-
-
-@app.callback(invoke_without_command=True)
-def _root(
-    context: typer.Context,
-    version: bool = typer.Option(
-        False, "-V", "--version", help="Show the versions and which engines are here, and exit."
-    ),
-) -> None:
-    if version:
-        typer.echo(versions_text(os.environ))
-        raise typer.Exit
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit: 2 for an invalid request, 1 if the job did not start."""
     try:
-        words = None if args is None else list(args)
-        code = app(args=words, standalone_mode=False, prog_name="torchmn")
-    except TorchmnError as error:
-        if os.environ.get(TRACEBACK_VARIABLE):
-            raise
-        _fail(str(error), 1 if isinstance(error, LaunchError) else 2)
-    except (typer.Abort, KeyboardInterrupt):
-        _fail("interrupted.", 130)
-    except Exception as error:
-        # click's errors: newer versions of typer have a click of their own, so no base class helps
-        format_message = getattr(error, "format_message", None)
-        if format_message is None:
-            raise
-        _fail(_with_value(error) or str(format_message()), 2)
-    sys.exit(code if isinstance(code, int) else 0)
+        # Most of the start is this import, during which Ctrl-C may come as well.
+        from torchmn.cli.app import run_command
 
-
-def _with_value(error: Exception) -> str:
-    """Describe a value that is not a number; empty for other errors."""
-    # typer's own message leaves the value out.
-    problems = getattr(error.__cause__, "errors", None)  # of pydantic, which newer versions use
-    option = next(iter(getattr(getattr(error, "param", None), "opts", ())), "")
-    if not option or not callable(problems):
-        return ""
-    problem = problems()[0]
-    kind = str(problem["type"]).partition("_")[0]
-    rule = {"int": "a whole number", "float": "a number"}.get(kind)
-    if not rule:
-        return ""
-    value = str(problem["input"])
-    hint = " The option is -n, not -np." if (option, value) == ("-n", "p") else ""
-    return f"{option} must be {rule}, got {value!r}.{hint}"
-
-
-def _fail(text: str, code: int) -> NoReturn:
-    say(text)
+        text, code = run_command(args)
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would interrupt the exit
+        text, code = "interrupted.", 130
+    if text:
+        say(text)
     sys.exit(code)

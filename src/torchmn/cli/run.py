@@ -12,13 +12,7 @@ from torchmn.base.terminal import say
 from torchmn.cli.options import add_options, given
 from torchmn.cluster.environment_variables import split_words
 from torchmn.run.job import program_command, python_command
-from torchmn.run.plan import (
-    RunOptions,
-    as_elastic,
-    detect_existing_rank,
-    plan_elastic,
-    plan_job,
-)
+from torchmn.run.plan import RunOptions, detect_existing_rank, plan_job
 from torchmn.run.torchrun_options import TorchrunOptions, translate
 
 CONTEXT = {
@@ -61,9 +55,10 @@ def run(
     in "[0] ...", and written to a log file per rank. When a rank fails, all others are terminated,
     and this command exits with the exit code of that rank. The options of torchrun are accepted.
     """
-    from torchmn.run.elastic.join import is_launcher, join_job
+    from torchmn.cluster.network import is_this_host
+    from torchmn.run.elastic.join import join_job
     from torchmn.run.rank_environment import run_as_rank
-    from torchmn.run.start import dry_run, dry_run_elastic, run_elastic_job, run_job
+    from torchmn.run.start import dry_run, run_job
 
     if is_quiet:
         options["exported"] = [*(options["exported"] or ()), f"{LOG_VARIABLE}=warning"]
@@ -94,15 +89,8 @@ def run(
     existing = detect_existing_rank(request, env)
     if existing is not None:
         run_as_rank(request.argv, env, existing)
-    request = as_elastic(request, env)
-    if request.elastic is not None and not is_launcher(request) and not is_dry:
+    if request.meeting is not None and not is_this_host(request.meeting[0]) and not is_dry:
         raise typer.Exit(join_job(request, env))
-    if request.elastic is not None:
-        elastic_job, why = plan_elastic(request, env)
-        if is_dry:
-            typer.echo(dry_run_elastic(elastic_job, env))
-            raise typer.Exit
-        raise typer.Exit(run_elastic_job(elastic_job, env, why=why))
     job, why = plan_job(request, env)
     if is_dry:
         if job.warning:

@@ -87,6 +87,7 @@ def _timed(
 ) -> float:
     outgoing = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     incoming = [torch.empty_like(outgoing) for _ in sources]
+    group.await_stream(device)  # on a GPU the zeros are only queued
     group.barrier()  # so that no rank's time includes the wait for a late one
     started = time.perf_counter()
     group.exchange(

@@ -22,6 +22,10 @@ class Message(Record, frozen=True):
     """Base class of all messages. Docstrings of subclasses name the sender first."""
 
 
+class FromScript(Message, frozen=True):
+    """Base class of what a script may send, or its agent in its place; all else is the agent's."""
+
+
 class AgentHello(Message, frozen=True, kw_only=True):
     """Agent: its rank and host; the identity with which it authenticates.
 
@@ -41,7 +45,7 @@ class StartScript(Message, frozen=True, kw_only=True):
     """Supervisor: the command to run; ``env`` holds variables that the launcher has not set.
 
     ``grace_s`` is how long the script may take to exit when the job fails, ``signal_grace_s`` after
-    a signal from outside of the job; ``None`` leaves that to the scheduler. ``preemption`` is where
+    a signal from outside of the job; infinity leaves that to the scheduler. ``preemption`` is where
     the host finds out that it will be preempted, see `torchmn.run.preemption_notice`.
     """
 
@@ -49,7 +53,7 @@ class StartScript(Message, frozen=True, kw_only=True):
     cwd: str
     log_dir: str
     grace_s: float
-    signal_grace_s: float | None
+    signal_grace_s: float
     wants_refreshes: bool
     script: str
     env: dict[str, str]
@@ -91,7 +95,7 @@ class Refresh(Message, frozen=True, kw_only=True):
     text: str
 
 
-class AwaitsInput(Message, frozen=True, kw_only=True):
+class AwaitsInput(FromScript, frozen=True, kw_only=True):
     """Script: it begins, or has ended, to wait for a person at the terminal."""
 
     begins: bool
@@ -146,16 +150,25 @@ class PreemptionNotice(Message, frozen=True, kw_only=True):
 
 
 class ProcessState(Enum):
-    """State of a process as the operating system reports it."""
+    """State of a process: its value, its letters in Linux' ``/proc``, and how it is described."""
 
-    RUNNING = "running"
-    SLEEPING = "sleeping"
-    DEVICE_WAIT = "device_wait"
-    STOPPED = "stopped"
-    TRACED = "traced"
-    EXITED = "exited"
-    GONE = "gone"
-    UNKNOWN = "unknown"
+    _value_: str
+    letters: str
+    text: str
+    RUNNING = "running", "R", "runs"
+    SLEEPING = "sleeping", "S", "sleeps"
+    DEVICE_WAIT = "device_wait", "D", "waits for a disk or another device"
+    STOPPED = "stopped", "T", "is stopped by a signal"
+    TRACED = "traced", "t", "is stopped by a debugger"
+    EXITED = "exited", "ZX", "has exited"
+    GONE = "gone", "", "is gone"
+    UNKNOWN = "unknown", "", "cannot be inspected on this system"
+
+    def __new__(cls, value: str, letters: str, text: str) -> "ProcessState":
+        """Make a state from a row of the table above, of which only its value is sent."""
+        state = object.__new__(cls)
+        state._value_, state.letters, state.text = value, letters, text
+        return state
 
     @property
     def is_halted(self) -> bool:
@@ -175,7 +188,7 @@ class MonitorHello(Message, frozen=True, kw_only=True):
     monitor_pid: int
 
 
-class Failed(Message, frozen=True, kw_only=True):
+class Failed(FromScript, frozen=True, kw_only=True):
     """Script: an error ends it with this exit status. ``traceback`` is the text for the terminal.
 
     ``error`` is the type and the message of the error, which may have several lines.
@@ -194,7 +207,7 @@ class Failed(Message, frozen=True, kw_only=True):
     is_shown: bool = True
 
 
-class Leaving(Message, frozen=True, kw_only=True):
+class Leaving(FromScript, frozen=True, kw_only=True):
     """Script: it has reached its end and will probably exit with this status.
 
     ``text`` is what it has not printed: that of ``sys.exit("text")``, or the traceback of a
@@ -205,17 +218,17 @@ class Leaving(Message, frozen=True, kw_only=True):
     text: str = ""
 
 
-class Joining(Message, frozen=True, kw_only=True):
+class Joining(FromScript, frozen=True, kw_only=True):
     """Script: it begins to join the other ranks, which must all arrive within the limit."""
 
     limit_s: float
 
 
-class Joined(Message, frozen=True):
+class Joined(FromScript, frozen=True):
     """Script: all ranks have joined."""
 
 
-class Overdue(Message, frozen=True, kw_only=True):
+class Overdue(FromScript, frozen=True, kw_only=True):
     """Script: this collective of this group has not completed within its time limit."""
 
     group: str
@@ -252,7 +265,7 @@ class EngineStatus(Record, frozen=True, kw_only=True):
     num_on_device: int
 
 
-class CheckpointSaved(Message, frozen=True, kw_only=True):
+class CheckpointSaved(FromScript, frozen=True, kw_only=True):
     """Script of rank 0: all ranks have finished the checkpoint of this step.
 
     The launcher of an elastic job passes it on to the rendezvous.
@@ -272,7 +285,7 @@ class StatusRequest(Message, frozen=True, kw_only=True):
     num_recent: int = 0
 
 
-class StatusReply(Message, frozen=True, kw_only=True):
+class StatusReply(FromScript, frozen=True, kw_only=True):
     """Script, or its agent in its place: what the rank is doing.
 
     If the script did not answer, ``process`` is the state of its process, and ``kernel_function``
@@ -363,7 +376,7 @@ class JobOrder(Message, frozen=True, kw_only=True):
     cwd: str
     script: str
     grace_s: float
-    signal_grace_s: float | None
+    signal_grace_s: float
     preemption: str
     env: dict[str, str]
 
@@ -414,6 +427,7 @@ class Shutdown(Message, frozen=True, kw_only=True):
 
 def _kinds(base: type[Message]) -> list[type[Message]]:
     """Return the subclasses that have no subclasses."""
+    # Base classes are never sent.
     return [kind for each in base.__subclasses__() for kind in _kinds(each)] or [base]
 
 

@@ -23,16 +23,7 @@ from torchmn.control.messages import ProcessState
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
-_STATES = {
-    "R": ProcessState.RUNNING,
-    "S": ProcessState.SLEEPING,
-    "D": ProcessState.DEVICE_WAIT,
-    "T": ProcessState.STOPPED,
-    "t": ProcessState.TRACED,
-    "Z": ProcessState.EXITED,
-    "X": ProcessState.EXITED,
-    "": ProcessState.GONE,
-}
+_STATES = {letter: state for state in ProcessState for letter in state.letters}
 
 
 def adopt_orphans() -> None:
@@ -40,12 +31,18 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def kill_on_parent_death(signum: int = signal.SIGKILL) -> Callable[[], None]:
-    """Return a ``preexec_fn`` by which the child gets ``signum`` when its starting thread ends."""
+def kill_on_parent_death(
+    signum: int = signal.SIGKILL, *, blocked: Collection[signal.Signals] = ()
+) -> Callable[[], None]:
+    """Return a ``preexec_fn`` by which the child gets ``signum`` when its starting thread ends.
+
+    Signals in ``blocked`` wait until the child unblocks them.
+    """
     prctl = ctypes.CDLL(None, use_errno=True).prctl  # loaded before the fork
     parent = os.getpid()
 
     def request_signal() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
         prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)
         if os.getppid() != parent:  # it died before the request
             os._exit(128 + signum)
@@ -124,7 +121,9 @@ def resident_nbytes(pid: int) -> int:
 def process_state(pid: int) -> tuple[ProcessState, str]:
     """Return the state of a process, and the kernel function in which it waits, if known."""
     kernel_function = _read(pid, "wchan").strip().strip("0")
-    return _STATES.get(_state_letter(pid), ProcessState.UNKNOWN), kernel_function
+    letter = _state_letter(pid)
+    unknown = ProcessState.UNKNOWN if letter else ProcessState.GONE
+    return _STATES.get(letter, unknown), kernel_function
 
 
 def is_stopped(pid: int) -> bool:
@@ -199,6 +198,7 @@ def kill_descendants(pid: int, *, spare: Collection[int] = (), limit_s: float = 
     """
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
+        # Again in each turn: those that are spared may start processes as well.
         spared = {child for root in spare for child in (root, *descendants(root))}
         alive = [child for child in descendants(pid) if child not in spared]
         if not alive:

@@ -219,8 +219,9 @@ class _Examiner:
             most = None if self._request.is_full else _QUICK_ROUNDS
             rounds = rounds_of(hosts, self._machines, most)
             self._say(f"measuring {sum(map(len, rounds))} pairs of hosts in {len(rounds)} rounds")
-            for pairs in rounds:
+            for pairs in rounds:  # one direction after the other
                 self._measure_pairs(pairs)
+                self._measure_pairs([(two, one) for one, two in pairs])
             for number in range(_NUM_REPEATS):
                 again = {
                     link.key[:2]
@@ -233,16 +234,11 @@ class _Examiner:
                 self._say(f"measuring {len(again)} links again")
                 time.sleep(_PAUSE_S)
                 for pairs in apart(sorted(again), self._machines):
-                    self._measure_pairs(pairs, both=False)
+                    self._measure_pairs(pairs)
         self._note("links", link_findings(list(self.links.values()), facts))
 
-    def _measure_pairs(self, pairs: Sequence[Pair], *, both: bool = True) -> None:
-        """Measure pairs that share no machine in parallel, one direction after the other."""
-        self._measure_directions(pairs)
-        if both:
-            self._measure_directions([(two, one) for one, two in pairs])
-
-    def _measure_directions(self, pairs: Sequence[Pair]) -> None:
+    def _measure_pairs(self, pairs: Sequence[Pair]) -> None:
+        """Measure pairs that share no machine in parallel, from the first to the second host."""
         facts, target_of = self.facts["network"], dict(pairs)
         seconds = _FULL_LINK_S if self._request.is_full else _QUICK_LINK_S
 

@@ -1,13 +1,12 @@
 """The launcher's side of the program on one host."""
 
-import os
-import select
+import socket
 import subprocess
 import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import IO, TypeVar
+from typing import TypeVar
 
 from torchmn.base.errors import LaunchError
 from torchmn.control.codec import Record, decode_union, encode
@@ -33,18 +32,22 @@ class HostSession:
         self.host = begin.host
         self._received = b""
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
+        # Not pipes: a host that reads no orders fills either, and sockets have time limits.
+        self._socket, theirs = socket.socketpair()
         try:
             self._process = subprocess.Popen(
                 to_host(env, begin.host, "torchmn.doctor.host_main"),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
                 stderr=self._errors,
                 env=dict(env),
-                bufsize=0,
                 preexec_fn=lower_in_child(),
             )
         except OSError as error:
+            self._socket.close()
             raise LaunchError(f"the remote shell cannot be run: {error}") from None
+        finally:
+            theirs.close()
         try:
             ready = self.call(begin, Ready, limit_s)
         except LaunchError:
@@ -56,7 +59,7 @@ class HostSession:
         """Send an order and return its reply. Raises LaunchError: no reply, or the order failed."""
         deadline = time.monotonic() + limit_s
         try:
-            self._write(encode(order), deadline)
+            self._send(encode(order), limit_s)
             while True:
                 line = self._read_line(deadline)
                 with suppress(ValueError):  # a shell may greet before the program starts
@@ -86,14 +89,11 @@ class HostSession:
     @property
     def is_closed(self) -> bool:
         """Whether the host was given up."""
-        return self._process.stdin is None or self._process.stdin.closed
+        return self._socket.fileno() < 0
 
     def close(self) -> None:
         """Close the program's standard input, at which it exits, or kill it."""
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with suppress(OSError):
-                    pipe.close()
+        self._socket.close()
         try:
             self._process.wait(0.5)
         except subprocess.TimeoutExpired:
@@ -105,31 +105,27 @@ class HostSession:
         """Kill the remote shell, which also ends a call in another thread."""
         self._process.kill()
 
-    def _write(self, line: bytes, deadline: float) -> None:
-        pipe = self._process.stdin
-        if pipe is None or pipe.closed:
+    def _send(self, line: bytes, limit_s: float) -> None:
+        if self.is_closed:
             raise LaunchError("it was given up before")
-        # A host that reads no orders fills the pipe: this must not block beyond the deadline.
-        os.set_blocking(pipe.fileno(), False)
-        view = memoryview(line)
-        while view:
-            if not _is_ready(pipe, select.POLLOUT, deadline):
-                raise LaunchError("it reads no orders")
-            try:
-                view = view[os.write(pipe.fileno(), view) :]
-            except BlockingIOError:
-                continue
-            except OSError:
-                raise LaunchError(self._last_error()) from None
+        self._socket.settimeout(limit_s)
+        try:
+            self._socket.sendall(line)
+        except TimeoutError:
+            raise LaunchError("it reads no orders") from None
+        except OSError:
+            raise LaunchError(self._last_error()) from None
 
     def _read_line(self, deadline: float) -> bytes:
-        pipe = self._process.stdout
-        if pipe is None or pipe.closed:
-            raise LaunchError("it was given up before")
         while b"\n" not in self._received:
-            if not _is_ready(pipe, select.POLLIN, deadline):
-                raise LaunchError("it did not answer in time")
-            chunk = os.read(pipe.fileno(), _CHUNK_BYTES)
+            # 0 would not be a limit, but make the socket non-blocking.
+            self._socket.settimeout(max(1e-3, deadline - time.monotonic()))
+            try:
+                chunk = self._socket.recv(_CHUNK_BYTES)
+            except TimeoutError:
+                raise LaunchError("it did not answer in time") from None
+            except OSError:  # it has ended with orders that it did not read
+                chunk = b""
             if not chunk:
                 raise LaunchError(self._last_error())
             self._received += chunk
@@ -142,9 +138,3 @@ class HostSession:
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else f"it exited with {self._process.poll()}"
-
-
-def _is_ready(pipe: IO[bytes], event: int, deadline: float) -> bool:
-    poll = select.poll()  # select() supports only the first 1024 descriptors
-    poll.register(pipe, event)
-    return bool(poll.poll(max(0.0, 1000 * (deadline - time.monotonic()))))

@@ -88,7 +88,7 @@ class Bucket(Record, frozen=True, kw_only=True):
     ``ready_s`` is when this rank had the gradients, ``started_s`` when its engine began the
     exchange, and ``ended_s`` when it ended, after the slowest rank had sent its part. A bucket is
     listed in the step in which its exchange ended; its times are negative if they were in the step
-    before. ``encode_s`` and ``decode_s`` are the seconds that the codec took of it (0 on GPUs).
+    before. ``encode_s`` and ``decode_s`` are the seconds that the codec took of it.
     """
 
     number: int
@@ -233,29 +233,28 @@ class RecordFile:
         """Write the queued lines and close the file."""
         self.flush()
         with self._lock:
-            if self._descriptor is not None:
-                os.close(self._descriptor)
-                self._descriptor = None
+            self._close_file()
+
+    def _close_file(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
     def _open(self) -> int:
         path = str(self.folder / file_name(self._rank, self._number))
         return open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND)
 
     def _rotate(self) -> None:
-        before = self._descriptor
+        self._close_file()
         self._number += 1
         self._descriptor = self._open()
-        if before is not None:
-            os.close(before)
         self._num_bytes = 0
         if self._number >= MAX_FILES:
             oldest = file_name(self._rank, self._number - MAX_FILES + 1)
             (self.folder / oldest).unlink(missing_ok=True)
 
     def _give_up(self, error: OSError) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        self._close_file()
         Log(__name__, rank=self._rank).warning(
             "rank %d: the record of steps in %s ends here (%s); training continues.",
             self._rank,

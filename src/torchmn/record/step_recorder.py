@@ -75,7 +75,7 @@ class StepRecorder(Observer):
         self._ready: dict[int, Mark] = {}  # by the bucket
         self._queued: dict[int, Exchange] = {}  # by the bucket, until its sum is there
         self._running: Exchange | None = None
-        self._coding: dict[int, float] = {}  # when each thread began to encode or decode
+        self._coding: dict[int, Mark] = {}  # when each thread began to encode or decode
         self.num_steps = 0
         """Steps that have ended since the recorder was made."""
         self.on_step: list[Callable[[int], None]] = []
@@ -174,12 +174,12 @@ class StepRecorder(Observer):
 
     def _note_coding(self, name: str, begins: bool) -> None:
         """Add the time in which a codec works to the exchange that runs. Any thread."""
-        thread, now = threading.get_ident(), time.perf_counter()
+        thread, now = threading.get_ident(), self.clock.mark()
         began = self._coding.pop(thread, now)
         if begins:
             self._coding[thread] = now
-        elif self._running is not None and self.clock.is_host:
-            self._running.coding_s[name] += now - began
+        elif self._running is not None:
+            self._running.coding.append((name, began, now))
 
     # ---- what a loop does ----
 

@@ -91,7 +91,8 @@ class StepTrace:
                 "nbytes": exchange.nbytes,
                 "sent_nbytes": exchange.sent_nbytes,
                 "waited_ms": 1e3 * (exchange.started - exchange.ready),
-                **{f"{what}_ms": 1e3 * s for what, s in exchange.coding_s.items()},
+                "encode_ms": 1e3 * exchange.coding_s(self._recorder.clock, "encode"),
+                "decode_ms": 1e3 * exchange.coding_s(self._recorder.clock, "decode"),
             }
             name = f"bucket {exchange.number}"
             self._add("exchanges", name, exchange.started, exchange.ended, arguments)

@@ -103,7 +103,12 @@ class Exchange:
     started: Mark = None
     ended: Mark = None
     sent_nbytes: int = 0
-    coding_s: dict[str, float] = field(default_factory=lambda: {"encode": 0.0, "decode": 0.0})
+    coding: list[tuple[str, Mark, Mark]] = field(default_factory=list)
+    """When a codec encoded or decoded: what, begin and end."""
+
+    def coding_s(self, clock: StepClock, what: str) -> float:
+        """Return the seconds in which a codec did ``what``: ``encode`` or ``decode``."""
+        return sum(clock.seconds(*span) for name, *span in self.coding if name == what)
 
     def line(self, clock: StepClock, begin: Mark) -> Bucket:
         """Return the record of this exchange, in seconds after ``begin``, the begin of its step."""
@@ -118,6 +123,6 @@ class Exchange:
             ready_s=after(self.ready),
             started_s=after(self.started),
             ended_s=after(self.ended),
-            encode_s=round(self.coding_s["encode"], DIGITS),
-            decode_s=round(self.coding_s["decode"], DIGITS),
+            encode_s=round(self.coding_s(clock, "encode"), DIGITS),
+            decode_s=round(self.coding_s(clock, "decode"), DIGITS),
         )

@@ -105,7 +105,7 @@ class Agent:
         self._note = ""
         self._started_at = self._ended_at = 0.0
         self._ended_by: EndedBy = "itself"
-        self._kill_at: float | None = None
+        self._kill_at = math.inf
         self._is_leaving_in_time = False
         self._received: dict[int, tuple[_Source, float]] = {}
         self._held: set[int] = set()
@@ -159,7 +159,8 @@ class Agent:
             close_fds=False,  # PMI_FD of MPICH: a connection opened by the launcher
             # A process group of its own for `send_group`, which Ctrl-C does not reach.
             start_new_session=True,
-            preexec_fn=kill_on_parent_death(),
+            # Ctrl-C waits for the bootstrap: earlier it would print a traceback of Python's start.
+            preexec_fn=kill_on_parent_death(blocked=[signal.SIGINT] if self._is_python else []),
         )
         if stdin != subprocess.DEVNULL:
             os.close(stdin)
@@ -214,15 +215,11 @@ class Agent:
     def _timeout_s(self) -> float | None:
         if self._returncode is not None:
             return 0.02  # waiting for processes that the script has left
-        deadlines = [
-            at
-            for at in (self._kill_at, self._link.reply_by, self._output.refresh_at)
-            if at is not None
-        ]
-        if self._held:
-            # No event tells that the script has installed a handler: look again after a while.
-            deadlines.append(time.monotonic() + _HANDLER_PERIOD_S)
-        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+        # No event tells that the script has installed a handler: look again after a while.
+        look_at = time.monotonic() + _HANDLER_PERIOD_S if self._held else None
+        deadlines = (self._kill_at, self._link.reply_by, self._output.refresh_at, look_at)
+        first = min(at for at in deadlines if at is not None)
+        return None if math.isinf(first) else max(0.0, first - time.monotonic())
 
     def _on_signals(self) -> None:
         # Read before reaping: a child that exits after this makes the socket readable again.
@@ -292,14 +289,14 @@ class Agent:
             self._ended_by = by
         # A stopped process does not act on the signal before it is continued: do not wait for it.
         grace_s = 0.0 if is_stopped(self._script_pid) else self._order.grace_s
-        self._kill_at = min(self._kill_at or math.inf, time.monotonic() + grace_s)
+        self._kill_at = min(self._kill_at, time.monotonic() + grace_s)
         self._is_leaving_in_time = False
         send_group(self._script_pid, signum)
 
     @property
     def _must_leave(self) -> bool:
         """Whether the script has been asked to exit."""
-        return self._kill_at is not None or self._is_leaving_in_time
+        return self._kill_at < math.inf or self._is_leaving_in_time
 
     def _forward(self, signum: int, source: _Source) -> None:
         """Send the script a signal from outside the job, once even if both sources report it."""
@@ -315,8 +312,7 @@ class Agent:
         if not self._must_leave:
             self._ended_by = "supervisor" if source == "supervisor" else "outside"
             self._is_leaving_in_time = True
-            if self._order.signal_grace_s is not None:
-                self._kill_at = now + self._order.signal_grace_s
+            self._kill_at = now + self._order.signal_grace_s
         # not to the children of a Python script, such as those that load its data
         (send if self._is_python else send_group)(self._script_pid, signum)
 
@@ -334,7 +330,7 @@ class Agent:
         self._output.refresh()
         if self._returncode is None:
             self._send_held()
-            if self._kill_at is not None and now >= self._kill_at:
+            if now >= self._kill_at:
                 if self._is_leaving_in_time:
                     self._is_leaving_in_time = False
                     self._channel.post(LogWarning(text=self._late_text()))

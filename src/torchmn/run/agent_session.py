@@ -3,7 +3,6 @@
 Used by the supervisor of a job, and for every round of an elastic job.
 """
 
-import math
 import os
 import signal
 import socket
@@ -34,7 +33,7 @@ from torchmn.control.messages import (
 from torchmn.control.processes import send_group
 from torchmn.run.console import RankOutput
 from torchmn.run.host_checks import differences
-from torchmn.run.job import Job
+from torchmn.run.job import Job, time_to_save
 from torchmn.run.monitor.job_result import JobResult, RankRecord
 from torchmn.run.monitor.rank_session import (
     RankConnection,
@@ -209,10 +208,8 @@ class AgentSession(RankSession):
             return
         self.post(ForwardSignal(signum=signum))
         if signum == signal.SIGTERM and self.leave_by is None:
-            grace_s = self._job.signal_grace_s
-            limit = "the scheduler gives" if grace_s is None else f"--grace, {grace_s:g} s"
-            self._output.say(f"received SIGTERM; the ranks have as long as {limit} to save.")
-            self.leave_by = self.clock.now + (math.inf if grace_s is None else grace_s)
+            self._output.say(time_to_save(signum, self._job.signal_grace_s))
+            self.leave_by = self.clock.now + self._job.signal_grace_s
 
     def end(self, signum: int = signal.SIGTERM) -> HangReport | None:
         """End all scripts as `RankSession` does; show a hang report and write ``hang.txt``."""

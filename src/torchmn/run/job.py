@@ -1,5 +1,6 @@
 """A job: the command to run, its hosts, and how to start it."""
 
+import math
 import os
 import re
 import secrets
@@ -14,7 +15,8 @@ from typing import Literal
 
 from torchmn.base.errors import UsageError
 from torchmn.cluster.hostlists import Host
-from torchmn.control.processes import python_module
+from torchmn.control.processes import python_module, signal_name
+from torchmn.run.elastic.rendezvous_state import Limits
 
 Backend = Literal["gloo", "nccl", "mpi"]
 Launcher = Literal["local", "mpirun", "torchrun", "srun", "ssh"]
@@ -36,12 +38,16 @@ class Job:
     The slots of ``hosts`` are the numbers of ranks on them. ``exported`` names variables that go to
     all hosts, and ``launcher_args`` are passed verbatim to the launcher. When the job fails, the
     time between asking a rank to end and killing it is ``grace_s``; after SIGTERM from outside it
-    is ``signal_grace_s``, ``None`` to leave that to the scheduler. Each run makes a folder of its
+    is ``signal_grace_s``, infinite to leave that to the scheduler. Each run makes a folder of its
     own in ``log_dir``, where the newest ``keep_logs`` stay, None for all. The output of the local
     ranks in ``shown`` is shown, None for all. ``warning`` is what the launcher says besides its
     first line, if anything. ``preemption`` is where hosts find out that they will be preempted, see
     `torchmn.run.preemption_notice`. What the terminal shows of a failure is also written to
     ``report``, if that is given.
+
+    With ``limits`` the job is elastic: its hosts may be lost and come back, and join at the address
+    and port ``meeting``, where the launcher's own host has this ``node_rank``; without ``meeting``
+    only ``hosts`` take part.
 
     >>> from torchmn.run.plan import RunOptions, plan_job
     >>> job, _ = plan_job(RunOptions(argv=("python", "train.py"), num_ranks=2), {})
@@ -59,14 +65,18 @@ class Job:
     exported: tuple[str, ...] = ()
     launcher_args: tuple[str, ...] = ()
     cwd: Path = field(default_factory=Path.cwd)
+    # Not in tracebacks and logs, which show the job.
     secret: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
     grace_s: float = FAILURE_GRACE_S
-    signal_grace_s: float | None = SIGNAL_GRACE_S
+    signal_grace_s: float = SIGNAL_GRACE_S
     shown: frozenset[int] | None = None
     warning: str = ""
     preemption: str = ""
     keep_logs: int | None = None
     report: Path | None = None
+    limits: Limits | None = None
+    meeting: tuple[str, int] | None = None
+    node_rank: int = 0
 
     def __post_init__(self) -> None:
         if self.keep_logs is not None and self.keep_logs < 1:
@@ -104,6 +114,16 @@ class Command:
     name: str = "the agent"
     ranks: range | None = None
     stdin: bytes = field(default=b"", repr=False)
+
+
+def time_to_save(signum: int, grace_s: float) -> str:
+    """Return what the user is told when the ranks may save and exit after a signal.
+
+    >>> time_to_save(15, 30.0)
+    'received SIGTERM; the ranks have as long as --grace, 30 s to save.'
+    """
+    limit = "the scheduler gives" if math.isinf(grace_s) else f"--grace, {grace_s:g} s"
+    return f"received {signal_name(-signum)}; the ranks have as long as {limit} to save."
 
 
 def worker_command(input_path: str = "") -> tuple[str, ...]:

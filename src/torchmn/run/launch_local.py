@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import CodeType
-from typing import Any, Literal, TextIO, TypeVar, get_args, overload
+from typing import Any, Literal, NoReturn, TextIO, TypeVar, get_args, overload
 
 from torchmn.base.errors import (
     LaunchError,
@@ -162,7 +162,7 @@ def launch_local(
         _show_output(ranks)
         status = ranks.process.wait()
         if status != 0:
-            raise _failure(folder, ranks, status, num_ranks) from _original(folder)
+            _raise_failure(folder, ranks, status, num_ranks)
         results = [_result(folder, rank) for rank in range(num_results)]
     finally:
         if ranks is not None:
@@ -382,40 +382,27 @@ def _show(stream: TextIO | None, text: str) -> None:
         stream.flush()
 
 
-def _failures(folder: Path) -> list[_Failure]:
-    """Return the failures of all ranks, causes before consequences, each by time."""
+def _raise_failure(folder: Path, ranks: LocalRanks, status: int, num_ranks: int) -> NoReturn:
+    """Raise RankError for the rank that failed first, from its exception if that can be had.
+
+    Raises LaunchError: no rank and no launcher has reported anything.
+    """
     found: list[_Failure] = [pickle.loads(path.read_bytes()) for path in folder.glob(f"{_ERROR}*")]
-    return sorted(found, key=lambda each: (each.is_consequence, each.at_s))
-
-
-def _failure(
-    folder: Path, ranks: LocalRanks, status: int, num_ranks: int
-) -> RankError | LaunchError:
-    """Return the exception to raise in the caller."""
-    failures = _failures(folder)
+    first = min(found, key=lambda each: (each.is_consequence, each.at_s), default=None)
     report = ranks.failure(0.0)
-    if failures and (not failures[0].is_consequence or not report):
-        first = failures[0]
-        return RankError(
-            f"Rank {first.rank} of {num_ranks} raised {first.summary}\n\n{first.trace}",
-            rank=first.rank,
-        )
-    if report:
-        return RankError(report)
-    return LaunchError(
-        f"The {counted(num_ranks, 'rank')} ended with exit status {status}: see the messages above."
-    )
-
-
-def _original(folder: Path) -> BaseException | None:
-    """Return the exception of the rank that failed first, None where it cannot be unpickled."""
-    failures = _failures(folder)
-    if not failures or failures[0].is_consequence or not failures[0].pickled:
-        return None
-    with suppress(Exception):  # its class cannot be imported here
-        error: BaseException = pickle.loads(failures[0].pickled)
-        return error
-    return None
+    if report and (first is None or first.is_consequence):
+        raise RankError(report)
+    if first is None:
+        ended = f"The {counted(num_ranks, 'rank')} ended with exit status {status}"
+        raise LaunchError(f"{ended}: see the messages above.")
+    original: BaseException | None = None
+    if first.pickled and not first.is_consequence:
+        with suppress(Exception):  # its class cannot be imported here
+            original = pickle.loads(first.pickled)
+    raise RankError(
+        f"Rank {first.rank} of {num_ranks} raised {first.summary}\n\n{first.trace}",
+        rank=first.rank,
+    ) from original
 
 
 def _result(folder: Path, rank: int) -> object:

@@ -1,5 +1,6 @@
 """Plan a job from the options of `torchmn run`: hosts, launcher and backend, and why."""
 
+import math
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ from torchmn.control.job_secret import given_secret
 from torchmn.control.rank_claim import claimed_by
 from torchmn.record.profile_request import ProfileRequest, is_record_off
 from torchmn.run.backend import BACKENDS, choose_backend, this_machine
-from torchmn.run.elastic.job import ElasticJob, parse_elastic
+from torchmn.run.elastic.job import parse_elastic
 from torchmn.run.elastic.rendezvous_state import Limits
 from torchmn.run.job import FAILURE_GRACE_S, SIGNAL_GRACE_S, THIS_HOST, Backend, Job, Launcher
 from torchmn.run.monitor.job_result import LOG_DIR
@@ -165,7 +166,7 @@ class RunOptions:
         self, hosts: tuple[Host, ...], launcher: Launcher, backend: Backend, env: Mapping[str, str]
     ) -> Job:
         """The job on these hosts."""
-        signal_grace_s = None if is_scheduled(env) else SIGNAL_GRACE_S
+        signal_grace_s = math.inf if is_scheduled(env) else SIGNAL_GRACE_S
         return Job(
             argv=self.argv,
             script=self.script,
@@ -181,6 +182,8 @@ class RunOptions:
             grace_s=FAILURE_GRACE_S if self.grace_s is None else self.grace_s,
             signal_grace_s=signal_grace_s if self.grace_s is None else self.grace_s,
             shown=self.shown,
+            meeting=self.meeting,
+            node_rank=self.node_rank or 0,
         )
 
 
@@ -216,6 +219,8 @@ def detect_existing_rank(options: RunOptions, env: Mapping[str, str]) -> Launche
 def plan_job(options: RunOptions, env: Mapping[str, str]) -> tuple[Job, str]:
     """Return the job and the reasons for its launcher and backend. Reads files, changes nothing.
 
+    It is elastic if the options say how many hosts it needs, or ask for restarts.
+
     Raises UsageError, UnknownNameError, UnsupportedError or TopologyError: the options contradict
     each other, or cannot work here.
 
@@ -227,25 +232,30 @@ def plan_job(options: RunOptions, env: Mapping[str, str]) -> tuple[Job, str]:
     require_linux("torchmn run")
     if options.launcher not in LAUNCHERS:
         raise UnknownNameError("launcher", options.launcher, LAUNCHERS)
-    given = None if options.names_hosts else allocation(env)
+    is_elastic = options.elastic is not None or bool(options.max_restarts)
+    if is_elastic:
+        _check_elastic(options)
+    # Hosts that meet run this command each, also as tasks of a scheduler's job.
+    given = None if options.names_hosts or options.meeting else allocation(env)
     hosts = assign_slots(options, given, num_gpus=count_gpus(env))
+    limits = _limits(options, len(hosts), has_list=given is not None) if is_elastic else None
     is_remote = not all(is_this_host(host.name) for host in hosts)
     has_srun = shutil.which("srun", path=env.get("PATH")) is not None
     is_slurm = given is not None and given.scheduler == "Slurm" and is_remote and has_srun
-    wanted = options.launcher
-    if wanted == "auto" and is_slurm:
-        wanted = "srun"
-    backend, reasons = _backend(options, wanted, env, hosts, given, is_remote=is_remote)
-    launcher = _launcher(wanted, backend, is_remote=is_remote)
-    _check_launcher_backend(launcher, backend, is_remote=is_remote)
+    wanted = "srun" if options.launcher == "auto" and is_slurm else options.launcher
+    starter = wanted if limits is None else "ssh"  # of a host that is lost or joins, too
+    backend, reasons = _backend(options, starter, env, hosts, given, is_remote=is_remote)
+    launcher = _launcher(wanted if limits is None else "auto", backend, is_remote=is_remote)
     if options.launcher_args and launcher in ("local", "ssh"):
         raise UnsupportedError(
             f"--launcher {launcher} takes no arguments ({' '.join(options.launcher_args)}); "
             "mpirun, torchrun and srun do. Put options of the remote shell into TORCHMN_RSH."
         )
-    if not is_remote:
+    if not is_remote and limits is None:
         hosts = (Host(name=THIS_HOST, slots=sum(host.slots for host in hosts)),)
-    job = options.job(hosts, launcher, backend, env)
+    job = replace(options.job(hosts, launcher, backend, env), limits=limits)
+    if job.meeting is not None:
+        job = replace(job, secret=given_secret(env, "--master-addr"))
     if not (options.names_hosts or job.has_other_hosts or launcher == "srun"):
         job = replace(job, warning=_warning(job.num_ranks, len(available_processors().logical)))
     return job, reasons
@@ -261,31 +271,8 @@ def _warning(num_ranks: int, num_cores: int) -> str:
     )
 
 
-def as_elastic(options: RunOptions, env: Mapping[str, str]) -> RunOptions:
-    """Return options with ``elastic``, for all their hosts, if they ask for restarts only.
-
-    >>> as_elastic(RunOptions(argv=("python", "train.py"), num_ranks=2, max_restarts=3), {}).elastic
-    '1:1'
-    """
-    if options.elastic is not None or not options.max_restarts:
-        return options
-    hosts = assign_slots(options, None if options.names_hosts else allocation(env))
-    return replace(options, elastic=f"{len(hosts)}:{len(hosts)}")
-
-
-def plan_elastic(options: RunOptions, env: Mapping[str, str]) -> tuple[ElasticJob, str]:
-    """Plan a job with ``--elastic``, which survives the loss of hosts, as `plan_job` does.
-
-    Raises UnsupportedError: MPI, or a launcher with a fixed set of hosts.
-
-    >>> from torchmn.run.plan import RunOptions, plan_elastic
-    >>> options = RunOptions(argv=("python", "train.py"), hosts="localhost:2", elastic="1:1")
-    >>> elastic, why = plan_elastic(options, {})
-    >>> elastic.job.num_ranks, elastic.limits.max_restarts
-    (2, 3)
-    """
-    require_linux("torchmn run")
-    min_hosts, max_hosts, join_timeout_s = parse_elastic(options.elastic or "")
+def _check_elastic(options: RunOptions) -> None:
+    """Raise UnsupportedError: MPI, or a launcher with a fixed set of hosts, cannot be elastic."""
     if options.backend == "mpi" or options.launcher == "mpirun":
         raise UnsupportedError(
             "--elastic does not work with MPI: MPI_COMM_WORLD is fixed when mpirun starts, can "
@@ -301,21 +288,25 @@ def plan_elastic(options: RunOptions, env: Mapping[str, str]) -> tuple[ElasticJo
         raise UnsupportedError(
             "Arguments of --launcher have no effect with --elastic: leave them out."
         )
-    starts_all = options.meeting is None
-    given = allocation(env) if starts_all and not options.names_hosts else None
-    hosts = assign_slots(options, given, num_gpus=count_gpus(env))
-    if max_hosts > len(hosts) and starts_all:
-        has_list = given is not None or options.names_hosts
-        largest = f"--elastic {min(min_hosts, len(hosts))}:{len(hosts)}"
+
+
+def _limits(options: RunOptions, num_hosts: int, *, has_list: bool) -> Limits:
+    """Return the limits of an elastic job; all hosts, if the options ask for restarts only.
+
+    Raises UsageError: there are fewer hosts, and no others can join.
+    """
+    text = options.elastic or f"{num_hosts}:{num_hosts}"
+    min_hosts, max_hosts, join_timeout_s = parse_elastic(text)
+    if max_hosts > num_hosts and options.meeting is None:
+        largest = f"--elastic {min(min_hosts, num_hosts)}:{num_hosts}"
         cure = f"Use {largest}, or name more hosts."
-        if not has_list:
+        if not (has_list or options.names_hosts):
             cure = f"Name them with --hosts or --hostfile; without a list there is only {largest}."
         cure += " Or let others join: give --master-addr, an address of this host that they reach."
         raise UsageError(
-            f"--elastic {options.elastic} asks for up to {max_hosts} hosts, but there are "
-            f"{len(hosts)}. {cure}"
+            f"--elastic {text} asks for up to {max_hosts} hosts, but there are {num_hosts}. {cure}"
         )
-    limits = Limits(
+    return Limits(
         min_hosts=min_hosts,
         max_hosts=max_hosts,
         grace_s=FAILURE_GRACE_S if options.grace_s is None else options.grace_s,
@@ -323,15 +314,6 @@ def plan_elastic(options: RunOptions, env: Mapping[str, str]) -> tuple[ElasticJo
         join_timeout_s=join_timeout_s,
         is_fixed=options.has_fixed_hosts,
     )
-    is_remote = not all(is_this_host(host.name) for host in hosts)
-    backend, reasons = _backend(options, "ssh", env, hosts, given, is_remote=is_remote)
-    job = options.job(hosts, "ssh" if is_remote else "local", backend, env)
-    if not starts_all:
-        job = replace(job, secret=given_secret(env, "--master-addr"))
-    elastic = ElasticJob(
-        job=job, limits=limits, meeting=options.meeting, node_rank=options.node_rank or 0
-    )
-    return elastic, reasons
 
 
 def assign_slots(
@@ -405,19 +387,19 @@ def _backend(
 
 
 def _launcher(wanted: str, backend: Backend, *, is_remote: bool) -> Launcher:
-    """Return the launcher: for ``auto``, mpirun with MPI, else ssh or, on one host, local."""
-    if wanted != "auto":
-        return wanted  # type: ignore[return-value]
-    if backend == "mpi":
+    """Return the launcher: for ``auto``, mpirun with MPI, else ssh or, on one host, local.
+
+    Raises UsageError or UnsupportedError: the launcher starts no other hosts, or not this backend.
+    """
+    if wanted == "auto" and backend == "mpi":
         return "mpirun"
-    return "ssh" if is_remote else "local"
-
-
-def _check_launcher_backend(launcher: Launcher, backend: Backend, *, is_remote: bool) -> None:
-    if launcher == "local" and is_remote:
+    if wanted == "auto":
+        return "ssh" if is_remote else "local"
+    if wanted == "local" and is_remote:
         raise UsageError("--launcher local starts ranks on this host only: use ssh or mpirun.")
-    if backend == "mpi" and launcher in ("local", "ssh", "torchrun"):
+    if backend == "mpi" and wanted in ("local", "ssh", "torchrun"):
         raise UnsupportedError(
-            f"--backend mpi needs an MPI launcher, which {launcher} is not: use --launcher mpirun "
+            f"--backend mpi needs an MPI launcher, which {wanted} is not: use --launcher mpirun "
             "or srun, or --backend gloo or nccl."
         )
+    return wanted  # type: ignore[return-value]

@@ -1,7 +1,6 @@
 """The cores and environment variables of agents and ranks, under any launcher."""
 
 import os
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from typing import NoReturn
@@ -27,6 +26,7 @@ from torchmn.cluster.environment_variables import (
 from torchmn.cluster.gpus import gpu_localities, memory_nodes, shared_gpu_variables
 from torchmn.cluster.launcher_env import LAUNCHERS, LauncherInfo
 from torchmn.cluster.network import Route
+from torchmn.cluster.units import grouped
 from torchmn.control.rank_claim import claimed_by
 from torchmn.run.job import Job
 
@@ -199,21 +199,18 @@ def torchrun_variables(hosts: Sequence[str]) -> list[dict[str, str]]:
 
     GROUP_WORLD_SIZE is left out: it marks a world of torchrun's own agents.
     """
-    groups, sizes = list(dict.fromkeys(hosts)), Counter(hosts)
-    started: Counter[str] = Counter()
-    found = []
-    for rank, host in enumerate(hosts):
-        numbers = {
-            "RANK": rank,
-            "WORLD_SIZE": len(hosts),
-            "LOCAL_RANK": started[host],
-            "LOCAL_WORLD_SIZE": sizes[host],
-            "GROUP_RANK": groups.index(host),
-            "TORCHELASTIC_RESTART_COUNT": 0,
-            "TORCHELASTIC_MAX_RESTARTS": 0,
-        }
-        found.append({name: str(number) for name, number in numbers.items()})
-        # by which other libraries, such as Lightning, recognize torchrun
-        found[-1]["TORCHELASTIC_RUN_ID"] = "torchmn"
-        started[host] += 1
-    return found
+    found: dict[int, dict[str, str]] = {}
+    groups = grouped((host, rank) for rank, host in enumerate(hosts))
+    slots = [len(ranks) for ranks in groups.values()]
+    for inter_rank, ranks in enumerate(groups.values()):
+        for intra_rank, rank in enumerate(ranks):  # whose hosts need not be in order
+            found[rank] = {
+                **rank_variables(slots, inter_rank, intra_rank),
+                "RANK": str(rank),
+                "TORCHELASTIC_RESTART_COUNT": "0",
+                "TORCHELASTIC_MAX_RESTARTS": "0",
+                # by which other libraries, such as Lightning, recognize torchrun
+                "TORCHELASTIC_RUN_ID": "torchmn",
+            }
+            del found[rank]["GROUP_WORLD_SIZE"]
+    return [found[rank] for rank in range(len(hosts))]

@@ -32,14 +32,6 @@ _URGENT_S = 2.0
 
 
 @dataclass
-class _Pipe:
-    """One output stream of the script."""
-
-    stream: Stream
-    file: IO[bytes]
-
-
-@dataclass
 class _Part:
     """Output that waits to be sent: ``data``, or if that is None a part of the log file."""
 
@@ -59,7 +51,7 @@ class ScriptOutput:
     _log: IO[bytes] | None = None
     _log_bytes: int = 0
     _is_log_full: bool = False
-    _pipes: list[_Pipe] = field(default_factory=list)
+    _pipes: dict[Stream, IO[bytes]] = field(default_factory=dict)
     _splitters: dict[Stream, LineSplitter] = field(default_factory=dict)
     _waiting: deque[_Part] = field(default_factory=deque)
     _num_unshown: int = 0
@@ -82,15 +74,14 @@ class ScriptOutput:
     def follow(self, stream: Stream, pipe: IO[bytes]) -> None:
         """Begin to read one of the script's streams from this pipe."""
         os.set_blocking(pipe.fileno(), False)
-        self._pipes.append(_Pipe(stream, pipe))
+        self._pipes[stream] = pipe
         self._splitters[stream] = LineSplitter()
 
     def register(self, selector: selectors.BaseSelector) -> None:
         """Register the streams, each with its callback as data, unless too much is in memory."""
         if sum(len(part.data) for part in self._waiting if part.data) < _MAX_MEMORY_BYTES:
-            for pipe in self._pipes:
-                read = partial(self._on_readable, pipe)
-                selector.register(pipe.file, selectors.EVENT_READ, read)
+            for stream, pipe in self._pipes.items():
+                selector.register(pipe, selectors.EVENT_READ, partial(self._on_readable, stream))
 
     def on_shown(self, num_bytes: int) -> None:
         """Note that the supervisor has shown this many bytes, and send more."""
@@ -115,8 +106,8 @@ class ScriptOutput:
         """
         splitter = self._splitters["out"]
         if begins:
-            for pipe in self._pipes.copy():
-                self._on_readable(pipe)
+            for stream in [*self._pipes]:
+                self._on_readable(stream)
             if not self.wants_refreshes:
                 self._post("out", splitter.finish())
             self.refresh(is_urgent=True)
@@ -132,8 +123,8 @@ class ScriptOutput:
         """
         if not text:
             return
-        for pipe in self._pipes.copy():
-            self._read(pipe, _MAX_CHUNKS)  # other processes may write without pause
+        for stream in [*self._pipes]:
+            self._read(stream, _MAX_CHUNKS)  # other processes may write without pause
         is_new_line = not self._log_bytes or self._read_log(self._log_bytes - 1, 1) == b"\n"
         data = ("" if is_new_line else "\n").encode() + f"{text}\n".encode(errors="replace")
         if self._write_log(data) is None:
@@ -145,11 +136,11 @@ class ScriptOutput:
         With ``is_urgent``, at the end of an interrupted job, it stops waiting when the reader of
         the job's output pauses.
         """
-        for pipe in self._pipes.copy():
-            while self._read(pipe):
+        for stream in [*self._pipes]:
+            while self._read(stream):
                 pass
-            if pipe in self._pipes:  # a process outside our tree holds the other end
-                self._on_chunk(pipe, b"")
+            if stream in self._pipes:  # a process outside our tree holds the other end
+                self._on_chunk(stream, b"")
         self.send()
         self._shown_at = time.monotonic()
         while self._waiting and self.channel.is_open:
@@ -161,41 +152,40 @@ class ScriptOutput:
         if self._log is not None:
             self._log.close()
 
-    def _on_readable(self, pipe: _Pipe) -> None:
-        self._read(pipe)
+    def _on_readable(self, stream: Stream) -> None:
+        self._read(stream)
         self.send()
 
-    def _read(self, pipe: _Pipe, num_chunks: int = 1) -> bool:
+    def _read(self, stream: Stream, num_chunks: int = 1) -> bool:
         """Read up to this number of chunks; return whether there may be more."""
         for _ in range(num_chunks):
-            if pipe not in self._pipes:  # it has ended
+            if stream not in self._pipes:  # it has ended
                 return False
             try:
-                chunk = os.read(pipe.file.fileno(), 1 << 16)
+                chunk = os.read(self._pipes[stream].fileno(), 1 << 16)
             except BlockingIOError:
                 return False
-            self._on_chunk(pipe, chunk)
+            self._on_chunk(stream, chunk)
         return True
 
-    def _on_chunk(self, pipe: _Pipe, chunk: bytes) -> None:
+    def _on_chunk(self, stream: Stream, chunk: bytes) -> None:
         """Write a chunk to the log and queue it to be sent; an empty one ends the stream."""
         if not chunk:
-            self._pipes.remove(pipe)
-            pipe.file.close()
+            self._pipes.pop(stream).close()
             return
         start = self._write_log(chunk)
         last = self._waiting[-1] if self._waiting else None
         if start is None:
-            self._waiting.append(_Part(pipe.stream, len(chunk), data=chunk))
+            self._waiting.append(_Part(stream, len(chunk), data=chunk))
         elif (
             last is not None
             and last.data is None
-            and last.stream == pipe.stream
+            and last.stream == stream
             and last.start + last.num_bytes == start
         ):
             last.num_bytes += len(chunk)
         else:
-            self._waiting.append(_Part(pipe.stream, len(chunk), start))
+            self._waiting.append(_Part(stream, len(chunk), start))
 
     def _write_log(self, chunk: bytes) -> int | None:
         """Append a chunk to the log; return its position, or None if it cannot be written.

@@ -6,7 +6,7 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from torchmn.control.processes import allow_connections
 from torchmn.record.merged_trace import finish_profile
 from torchmn.run.backend import find_mpirun, open_mpi_session
 from torchmn.run.console import RankOutput, open_standard_streams
-from torchmn.run.elastic.job import ElasticJob, host_process
+from torchmn.run.elastic.job import host_process
 from torchmn.run.elastic.launcher import ElasticLauncher
 from torchmn.run.host_checks import HostFacts
 from torchmn.run.job import Command, Job
@@ -42,6 +42,8 @@ _log = Log(__name__)
 
 def run_job(job: Job, env: Mapping[str, str], *, why: str = "") -> int:
     """Run the job to its end and return its exit code. Call it in the main thread of a process.
+
+    Hosts of a job with ``limits`` may be lost and come back.
 
     Raises LaunchError: the job could not be started. Raises UsageError: its log folder cannot be
     made.
@@ -62,97 +64,52 @@ def run_job(job: Job, env: Mapping[str, str], *, why: str = "") -> int:
     0
     """
     heartbeat_limit_s()  # raises before anything has started
-    allow_connections(job.num_ranks, f"torchmn run with {job.num_ranks:,} ranks")
+    num_hosts = 0 if job.limits is None else len(job.hosts)  # which connect to the launcher as well
+    allow_connections(job.num_ranks + num_hosts, f"torchmn run with {job.num_ranks:,} ranks")
     output = RankOutput(*open_standard_streams())
-    route = route_between(job)
-    facts = _check_hosts(job, worker_environment(job, env))
-    listener = channels.listen_on(route.address if route else "127.0.0.1")
     with ExitStack() as stack:
-        authenticated = stack.enter_context(
-            closing(AuthenticatedListener(listener, secret=job.secret, role=channels.SUPERVISOR))
-        )
-        base = worker_environment(job, env, supervisor=channels.address_of(listener))
-        if job.launcher == "mpirun":
-            base |= stack.enter_context(open_mpi_session(env))
-        commands = commands_of(job, base, route=route, facts=facts)
-        variables = terminal_variables(job, env)
+        supervise = _prepared(job, env, output, stack)
         job = make_log_folder(job)
-        reason = f" ({why})" if why else ""
-        ranks = counted(job.num_ranks, "rank")
+        what, reason = _what(job), f" ({why})" if why else ""
         _log.info(
-            "%s with %s%s on %s, logs in %s", ranks, job.backend, reason, _places(job), job.log_dir
+            "%s with %s%s on %s, logs in %s", what, job.backend, reason, _places(job), job.log_dir
         )
         if job.warning:
             _log.warning("%s", job.warning)
+        if job.limits is not None and job.meeting is not None:
+            place = ":".join(map(str, job.meeting))
+            if job.limits.is_fixed:
+                limit_s = job.limits.join_timeout_s
+                _log.info("waiting at %s for the other hosts, for up to %g s", place, limit_s)
+            else:
+                _log.info("hosts that know the secret may join at %s", place)
         output.start()
-        status = Supervisor(job, output, authenticated, variables).run(commands)
+        status = supervise(job)
     _say_profile(job, env)
     return status
 
 
-def dry_run(job: Job, env: Mapping[str, str]) -> str:
-    """Return the commands of `run_job` in shell syntax, without contacting any host.
-
-    >>> from torchmn.run.plan import RunOptions, plan_job
-    >>> from torchmn.run.start import dry_run
-    >>> job, _ = plan_job(RunOptions(argv=("python", "train.py"), num_ranks=2), {})
-    >>> "train.py" in dry_run(job, {})
-    True
-    """
-    base = worker_environment(job, env, supervisor="HOST:PORT")
-    return _shown(job, env, commands_of(job, base, route=route_between(job)))
-
-
-def run_elastic_job(elastic: ElasticJob, env: Mapping[str, str], *, why: str = "") -> int:
-    """Run a job whose hosts may be lost and come back. Returns and raises as `run_job` does.
-
-    >>> import os, sys, tempfile
-    >>> from pathlib import Path
-    >>> from torchmn.run.plan import RunOptions, plan_elastic
-    >>> from torchmn.run.start import run_elastic_job
-    >>> options = RunOptions(
-    ...     argv=(sys.executable, "-c", "print('trained')"),
-    ...     hosts="localhost:1",
-    ...     elastic="1:1",
-    ...     log_dir=Path(tempfile.mkdtemp()),
-    ... )
-    >>> elastic, why = plan_elastic(options, os.environ)
-    >>> run_elastic_job(elastic, os.environ, why=why)
-    [0] trained
-    0
-    """
-    heartbeat_limit_s()
-    job = elastic.job
-    allow_connections(job.num_ranks + len(job.hosts), f"torchmn run with {job.num_ranks:,} ranks")
-    base = worker_environment(elastic.job, env)
-    elastic = replace(elastic, job=make_log_folder(elastic.job))
-    output, limits = RankOutput(*open_standard_streams()), elastic.limits
-    num_hosts = f"{limits.min_hosts} to {limits.max_hosts}"
-    if limits.min_hosts == limits.max_hosts:
-        num_hosts = str(limits.max_hosts)
-    of_hosts = "" if elastic.meeting else f" of {len(job.hosts)}"
-    _log.info(
-        "%s%s %s with %s%s on %s, logs in %s",
-        num_hosts,
-        of_hosts,
-        "host" if num_hosts == "1" else "hosts",
-        job.backend,
-        f" ({why})" if why else "",
-        ", ".join(map(str, job.hosts)),
-        elastic.job.log_dir,
+def _prepared(
+    job: Job, env: Mapping[str, str], output: RankOutput, stack: ExitStack
+) -> Callable[[Job], int]:
+    """Return what runs the job once its log folder is made. Raises LaunchError: it cannot start."""
+    if job.limits is not None:
+        address = job.meeting[0] if job.meeting else _address_for(job)
+        base, limits = worker_environment(job, env), job.limits
+        return lambda made: ElasticLauncher(made, limits, output, address, base).run()
+    # All that may fail comes before the log folder, which becomes the latest run.
+    route = route_between(job)
+    facts = _check_hosts(job, worker_environment(job, env))
+    listener = channels.listen_on(route.address if route else "127.0.0.1")
+    authenticated = stack.enter_context(
+        closing(AuthenticatedListener(listener, secret=job.secret, role=channels.SUPERVISOR))
     )
-    address = elastic.meeting[0] if elastic.meeting else _address_for(elastic.job)
-    if elastic.meeting:
-        place = ":".join(map(str, elastic.meeting))
-        if limits.is_fixed:
-            limit_s = limits.join_timeout_s
-            _log.info("waiting at %s for the other hosts, for up to %g s", place, limit_s)
-        else:
-            _log.info("hosts that know the secret may join at %s", place)
-    output.start()
-    status = ElasticLauncher(elastic, output, address, base).run()
-    _say_profile(elastic.job, env)
-    return status
+    base = worker_environment(job, env, supervisor=channels.address_of(listener))
+    if job.launcher == "mpirun":
+        base |= stack.enter_context(open_mpi_session(env))
+    commands = commands_of(job, base, route=route, facts=facts)
+    variables = terminal_variables(job, env)
+    return lambda made: Supervisor(made, output, authenticated, variables).run(commands)
 
 
 def _say_profile(job: Job, env: Mapping[str, str]) -> None:
@@ -167,25 +124,23 @@ def _say_profile(job: Job, env: Mapping[str, str]) -> None:
             _log.info("%s", text)
 
 
-def dry_run_elastic(elastic: ElasticJob, env: Mapping[str, str]) -> str:
-    """Return the commands of `run_elastic_job`, without contacting any host.
+def dry_run(job: Job, env: Mapping[str, str]) -> str:
+    """Return the commands of `run_job` in shell syntax, without contacting any host.
 
-    >>> from torchmn.run.plan import RunOptions, plan_elastic
-    >>> from torchmn.run.start import dry_run_elastic
-    >>> options = RunOptions(argv=("python", "train.py"), hosts="localhost:2", elastic="1:1")
-    >>> elastic, _ = plan_elastic(options, {})
-    >>> "train.py" in dry_run_elastic(elastic, {})
+    >>> from torchmn.run.plan import RunOptions, plan_job
+    >>> from torchmn.run.start import dry_run
+    >>> job, _ = plan_job(RunOptions(argv=("python", "train.py"), num_ranks=2), {})
+    >>> "train.py" in dry_run(job, {})
     True
     """
-    base = worker_environment(elastic.job, env)
-    commands = [
-        host_process(elastic, base, host.name, rendezvous="HOST:PORT") for host in elastic.job.hosts
-    ]
-    return _shown(elastic.job, env, commands)
-
-
-def _shown(job: Job, env: Mapping[str, str], commands: Sequence[Command]) -> str:
-    """Format commands with their input, and the command of every rank with its variables."""
+    if job.limits is None:
+        base = worker_environment(job, env, supervisor="HOST:PORT")
+        commands = commands_of(job, base, route=route_between(job))
+    else:
+        base = worker_environment(job, env)
+        commands = [
+            host_process(job, base, host.name, rendezvous="HOST:PORT") for host in job.hosts
+        ]
     shown = []
     for command in commands:
         new = {
@@ -285,10 +240,21 @@ def _networks(route: Route, facts: Mapping[str, HostFacts]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found)) or (route.network,)
 
 
+def _what(job: Job) -> str:
+    """The number of ranks, or of hosts of an elastic job."""
+    if job.limits is None:
+        return counted(job.num_ranks, "rank")
+    least, most = job.limits.min_hosts, job.limits.max_hosts
+    number = str(most) if least == most else f"{least} to {most}"
+    of_hosts = "" if job.meeting else f" of {len(job.hosts)}"
+    return f"{number}{of_hosts} {'host' if number == '1' else 'hosts'}"
+
+
 def _places(job: Job) -> str:
-    if not job.has_other_hosts:
-        return socket.gethostname()
-    return f"{', '.join(map(str, job.hosts))} through {job.launcher}"
+    names = ", ".join(map(str, job.hosts))
+    if job.limits is not None:
+        return names
+    return f"{names} through {job.launcher}" if job.has_other_hosts else socket.gethostname()
 
 
 def make_log_folder(job: Job) -> Job:

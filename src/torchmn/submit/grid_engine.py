@@ -30,27 +30,28 @@ class GridEngine(Scheduler):
     finds_commands = ('command -v qconf >/dev/null || PATH="$SGE_ROOT/bin/$SGE_ARCH:$PATH"',)
     folder = "$SGE_O_WORKDIR"
 
-    def directives(self, job: JobRequest) -> list[str]:
+    def options(self, job: JobRequest) -> list[str]:
         """Return the header. It has ``-S`` since queues have their own shell, often csh.
 
         Raises UsageError: several slots without a parallel environment.
         """
         settings = job.settings
         own = f"{job.log_dir}/$JOB_NAME.$JOB_ID.grid_engine"
-        options = [
+        return [
             f"-N {job.name}",
-            *([f"-q {settings.queue}"] if settings.queue else []),
-            *([f"-P {settings.group}"] if settings.group else []),
-            *_slots(job),
-            *([f"-l h_rt={settings.walltime}"] if settings.walltime else []),
-            *_gpus(job),
-            *(["-r y", "-notify"] if job.max_requeues else ["-r n"]),
+            f"-q {settings.queue}" if settings.queue else "",
+            f"-P {settings.group}" if settings.group else "",
+            _slots(job),
+            f"-l h_rt={settings.walltime}" if settings.walltime else "",
+            _gpus(job),
+            f"-r {'y' if job.max_requeues else 'n'}",
+            "-notify" if job.max_requeues else "",
             "-cwd",
             "-S /bin/bash",
-            *(["-j y", f"-o {own}.log"] if job.joins_output else [f"-o {own}.out"]),
-            *([] if job.joins_output else [f"-e {own}.err"]),
+            "-j y" if job.joins_output else "",
+            f"-o {own}.{'log' if job.joins_output else 'out'}",
+            "" if job.joins_output else f"-e {own}.err",
         ]
-        return [f"{self.prefix} {option}" for option in options]
 
     def resubmission(self, job: JobRequest) -> list[str]:
         """Have the job run again with the same number, unless the site sets FORBID_RESCHEDULE.
@@ -84,11 +85,11 @@ class GridEngine(Scheduler):
         )
 
 
-def _gpus(job: JobRequest) -> list[str]:
+def _gpus(job: JobRequest) -> str:
     """Return the option for GPUs, which a site counts as a resource of each slot."""
     num_gpus, resource = job.settings.gpus, job.settings.gpu_resource
     if num_gpus is None:
-        return []
+        return ""
     if resource is None:
         raise UsageError(
             "Grid Engine has no GPUs of its own: `qconf -sc` shows the resource by which the site "
@@ -100,15 +101,15 @@ def _gpus(job: JobRequest) -> list[str]:
             f"{job.cores_per_node} slots of a node (--per-node times --threads): change one of "
             f'them, or use --directive "#$ -l {resource}=...".'
         )
-    return [f"-l {resource}={num_gpus // job.cores_per_node}"]
+    return f"-l {resource}={num_gpus // job.cores_per_node}"
 
 
-def _slots(job: JobRequest) -> list[str]:
+def _slots(job: JobRequest) -> str:
     num_slots = job.num_nodes * job.cores_per_node
     if job.settings.parallel_environment:
-        return [f"-pe {job.settings.parallel_environment} {num_slots}"]
+        return f"-pe {job.settings.parallel_environment} {num_slots}"
     if num_slots == 1:
-        return []
+        return ""
     raise UsageError(
         f"Grid Engine needs a parallel environment for {num_slots} slots, and none is given: "
         '`qconf -spl` lists those of the site; write parallel_environment = "NAME" into '

@@ -9,14 +9,7 @@ import shlex
 
 from torchmn.cluster.commands import Answer
 from torchmn.submit.request import JobRequest
-from torchmn.submit.scheduler import (
-    Ask,
-    JobState,
-    Scheduler,
-    before_the_limit,
-    refused,
-    resubmitted,
-)
+from torchmn.submit.scheduler import BY_HAND, RESUBMITTED, Ask, JobState, Scheduler, filled
 
 # The substate of a job that was deleted, and what its exit status is then.
 _DELETED, _DELETED_STATUS = "91", 143
@@ -48,32 +41,31 @@ class PBS(Scheduler):
     )
     folder = "$PBS_O_WORKDIR"
 
-    def directives(self, job: JobRequest) -> list[str]:
+    def options(self, job: JobRequest) -> list[str]:
         """Return the header. It has ``-S``, or the login shell would read the script."""
         settings = job.settings
         chosen = settings.chunk or ""
         chunk = [
             f"select={job.num_nodes}",
-            *([chosen] if chosen else []),
-            *([] if "ncpus=" in chosen else [f"ncpus={job.cores_per_node}"]),
-            *([f"ngpus={settings.gpus}"] if settings.gpus and "ngpus=" not in chosen else []),
+            chosen,
+            "" if "ncpus=" in chosen else f"ncpus={job.cores_per_node}",
+            f"ngpus={settings.gpus}" if settings.gpus and "ngpus=" not in chosen else "",
             f"mpiprocs={job.ranks_per_node}",
-            *([f"ompthreads={settings.threads}"] if settings.threads else []),
+            f"ompthreads={settings.threads}" if settings.threads else "",
         ]
-        options = [
-            *([f"-q {settings.queue}"] if settings.queue else []),
-            f"-l {':'.join(chunk)}",
+        return [
+            f"-q {settings.queue}" if settings.queue else "",
+            f"-l {':'.join(filter(None, chunk))}",
             # else two chunks may be on one node
-            *([] if "place=" in " ".join(settings.directives) else ["-l place=scatter"]),
-            *([f"-W group_list={settings.group}"] if settings.group else []),
-            *([f"-l walltime={settings.walltime}"] if settings.walltime else []),
+            "" if "place=" in " ".join(settings.directives) else "-l place=scatter",
+            f"-W group_list={settings.group}" if settings.group else "",
+            f"-l walltime={settings.walltime}" if settings.walltime else "",
             f"-N {job.name}",
             f"-r {'y' if job.max_requeues else 'n'}",
-            *(["-j oe"] if job.joins_output else [f"-e {job.log_dir}/"]),
+            "-j oe" if job.joins_output else f"-e {job.log_dir}/",
             f"-o {job.log_dir}/",
             "-S /bin/bash",
         ]
-        return [f"{self.prefix} {option}" for option in options]
 
     def resubmission(self, job: JobRequest) -> list[str]:
         """Submit the same file again. The log reports a site that forbids this on compute nodes.
@@ -81,17 +73,19 @@ class PBS(Scheduler):
         SIGTERM before the time limit comes from `qdel`, or from a requeue by PBS itself.
         """
         file = shlex.quote(job.file)
-        return [
-            *before_the_limit(),
-            'if [ "$last,$early" = TERM,yes ]; then',
-            '  echo "torchmn: not resubmitted: PBS deletes or requeues this job" >&2',
-            f"elif next=$(qsub {file}); then",
-            f'  mv "$history" "$logs/{job.name}.${{next%%.*}}.requeues"',
-            f"  {resubmitted('$next')}",
-            "else",
-            f"  {refused('qsub')}",
-            "fi",
-        ]
+        return filled(
+            "resubmit.sh",
+            title=self.title,
+            verb="deletes",
+            state="$last",
+            ending="TERM",
+            command=f"next=$(qsub {file})",
+            program="qsub",
+            before=[f'mv "$history" "$logs/{job.name}.${{next%%.*}}.requeues"'],
+            resubmitted=RESUBMITTED,
+            name="$next",
+            by_hand=BY_HAND,
+        )
 
     def state(self, job_id: str, ask: Ask) -> JobState | None:
         """Ask `qstat -f`, and the history, if the site keeps one, for a job not in the queue."""

@@ -51,8 +51,15 @@ class Scheduler(Protocol):
     folder: str  # from which the job was submitted, as a shell word
     sends_warning: bool = False  # whether it can signal the script, and only that, before the limit
 
+    def options(self, job: JobRequest) -> list[str]:
+        """Return the options of the header; empty ones do not count.
+
+        Raises UsageError: this scheduler cannot run such a job.
+        """
+
     def directives(self, job: JobRequest) -> list[str]:
-        """Return the header. Raises UsageError: this scheduler cannot run such a job."""
+        """Return the lines of the header. Raises UsageError as `options`."""
+        return [f"{self.prefix} {option}" for option in self.options(job) if option]
 
     def resubmission(self, job: JobRequest) -> list[str]:
         """Return shell lines that submit the job again; ``$status`` is 85 there."""
@@ -85,7 +92,7 @@ def filled(name: str, /, **values: str | Sequence[str]) -> list[str]:
 
 # Start of the line in a job's log that names the job in which training continues.
 RESUBMITTED = "torchmn: resubmitted as"
-_BY_HAND = "submit this job by hand to continue"
+BY_HAND = "submit this job by hand to continue"
 
 
 def first_lines(job: JobRequest) -> list[str]:
@@ -102,24 +109,6 @@ def last_lines(job: JobRequest, scheduler: Scheduler) -> list[str]:
         saved=str(SAVED_STATUS),
         name=job.name,
         limit=str(job.max_requeues),
-        by_hand=_BY_HAND,
+        by_hand=BY_HAND,
         resubmission=scheduler.resubmission(job),
     )
-
-
-def before_the_limit() -> list[str]:
-    """Return shell lines that set ``$early`` to no after the time limit, else to yes."""
-    return [
-        "limit=$(sed -n 's/^limit //p' \"$log.progress\")",
-        'early=no; [ "$(date +%s)" -ge "${limit:-9999999999}" ] || early=yes',
-    ]
-
-
-def resubmitted(name: str) -> str:
-    """Return the shell command that reports the job ``name`` in which training continues."""
-    return f'echo "{RESUBMITTED} {name}"'
-
-
-def refused(command: str) -> str:
-    """Return the shell command that reports that the scheduler refused ``command``."""
-    return f'echo "torchmn: {command} failed on $(hostname): {_BY_HAND}" >&2'

@@ -4,14 +4,7 @@ import re
 
 from torchmn.cluster.commands import Answer
 from torchmn.submit.request import JobRequest
-from torchmn.submit.scheduler import (
-    Ask,
-    JobState,
-    Scheduler,
-    before_the_limit,
-    refused,
-    resubmitted,
-)
+from torchmn.submit.scheduler import BY_HAND, RESUBMITTED, Ask, JobState, Scheduler, filled
 
 _ENDED = frozenset(
     [
@@ -35,29 +28,26 @@ class Slurm(Scheduler):
     folder = "$SLURM_SUBMIT_DIR"
     sends_warning = True
 
-    def directives(self, job: JobRequest) -> list[str]:
+    def options(self, job: JobRequest) -> list[str]:
         """Return the header. In file names ``%x.%j`` stands for the job's name and number."""
         settings = job.settings
         own = f"{job.log_dir}/%x.%j.slurm"
-        options = [
-            *([f"--partition={settings.queue}"] if settings.queue else []),
-            *([f"--account={settings.group}"] if settings.group else []),
+        return [
+            f"--partition={settings.queue}" if settings.queue else "",
+            f"--account={settings.group}" if settings.group else "",
             f"--nodes={job.num_nodes}",
             f"--ntasks-per-node={job.ranks_per_node}",
-            *([f"--cpus-per-task={settings.threads}"] if settings.threads else []),
-            *([f"--gpus-per-node={settings.gpus}"] if settings.gpus else []),
-            *([f"--time={settings.walltime}"] if settings.walltime else []),
+            f"--cpus-per-task={settings.threads}" if settings.threads else "",
+            f"--gpus-per-node={settings.gpus}" if settings.gpus else "",
+            f"--time={settings.walltime}" if settings.walltime else "",
             f"--job-name={job.name}",
-            *(
-                [f"--output={own}.log"]
-                if job.joins_output
-                else [f"--output={own}.out", f"--error={own}.err"]
-            ),
-            *(["--requeue", "--open-mode=append"] if job.max_requeues else ["--no-requeue"]),
+            f"--output={own}.{'log' if job.joins_output else 'out'}",
+            "" if job.joins_output else f"--error={own}.err",
+            "--requeue" if job.max_requeues else "--no-requeue",
+            "--open-mode=append" if job.max_requeues else "",
             # to the batch shell, which passes it on, since not every launcher makes a step
-            *([f"--signal=B:USR1@{settings.signal}"] if settings.signal else []),
+            f"--signal=B:USR1@{settings.signal}" if settings.signal else "",
         ]
-        return [f"{self.prefix} {option}" for option in options]
 
     def resubmission(self, job: JobRequest) -> list[str]:
         """Requeue the job with the same number; Slurm then ends this shell, see `script`.
@@ -66,17 +56,19 @@ class Slurm(Scheduler):
         respect, or Slurm requeues it already. The state of a job that is preempted does not change
         until the partition's ``GraceTime`` is over.
         """
-        return [
-            *before_the_limit(),
-            'state=$(squeue --noheader --states=all --format=%T --jobs="$SLURM_JOB_ID")',
-            'if [ "$state,$early" = COMPLETING,yes ]; then',
-            '  echo "torchmn: not resubmitted: Slurm cancels or requeues this job" >&2',
-            'elif scontrol requeue "$SLURM_JOB_ID"; then',
-            f"  {resubmitted('$SLURM_JOB_ID')}",
-            "else",
-            f"  {refused('scontrol requeue')}",
-            "fi",
-        ]
+        return filled(
+            "resubmit.sh",
+            title=self.title,
+            verb="cancels",
+            state='$(squeue --noheader --states=all --format=%T --jobs="$SLURM_JOB_ID")',
+            ending="COMPLETING",
+            command='scontrol requeue "$SLURM_JOB_ID"',
+            program="scontrol requeue",
+            before=[],
+            resubmitted=RESUBMITTED,
+            name=self.job_id,
+            by_hand=BY_HAND,
+        )
 
     def state(self, job_id: str, ask: Ask) -> JobState | None:
         """Ask `scontrol`, which forgets a job minutes after its end: the log has the status."""

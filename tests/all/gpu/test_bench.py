@@ -57,3 +57,9 @@ def test_slow_links() -> None:
     for side in ("every_step", "int8", "1bit", "diloco_int8"):
         assert bars[f"gpt over 1gbit: {side} / ddp"]["value"] > 0
         assert bars[f"gpt over 1gbit: {side} / alone"]["value"] > 0
+        for part in ("wait", "send", "copy, alone"):
+            assert bars[f"gpt over 1gbit: {side}: {part}"]["value"] > 0
+    for part in ("encode", "decode"):
+        assert bars[f"gpt over 1gbit: int8: {part}"]["value"] > 0
+    assert bars["gpt over 100mbit: int8 / ddp"]["value"] > 0
+    assert "gpt over 100mbit: every_step / ddp" not in bars  # 40 s with the real one

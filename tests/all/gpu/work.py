@@ -230,6 +230,35 @@ diloco = _schedule(lambda: DiLoCo(48, overlap_steps=2, num_fragments=2, eager=Tr
 block_momentum = _schedule(lambda: BlockMomentum(48))
 
 
+def chosen_by_measurement(comm: Communicator) -> None:
+    """`auto` changes plans between steps, as one process with the whole batch.
+
+    On a GPU its times are those of the GPU, though the host is never kept waiting in a step.
+    """
+    model = network(comm)
+    expected = copy.deepcopy(model)
+    least_s = 0.0
+    if comm.device.type == "cuda":
+        model.register_forward_hook(lambda *_: torch.cuda._sleep(20_000_000))  # some 10 ms
+        least_s = 0.005
+    optimizer = torchmn.create_multi_node_optimizer(
+        sgd(model), comm, model, codec="auto", schedule="auto"
+    )
+    steps = range(60)
+    for step in steps:
+        x, y = (part.chunk(comm.size)[comm.rank] for part in batch(step, next(model.parameters())))
+        optimizer.zero_grad()
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+    optimizer.flush()
+    assert optimizer.tuner is not None
+    assert optimizer.tuner.plan is not None
+    assert all(trial.step_s > least_s for trial in optimizer.tuner.trials), optimizer.tuner.trials
+    train(None, expected, sgd(expected), steps)
+    assert_replicas(comm, model)
+    assert_close(model, expected, 1e-9)
+
+
 def grad_scaler(comm: Communicator) -> None:
     """float16 autocast with GradScaler: infinite gradients of one rank skip the step of all."""
     kind = comm.device.type

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import torchmn
 from torchmn.comm import Communicator
-from torchmn.run.plan import RunOptions, plan_elastic, plan_job
+from torchmn.run.plan import RunOptions, plan_job
 from torchmn.run.rank_environment import torchrun_variables
 from torchmn.train.evaluation import sync_buffers_
 
@@ -470,8 +470,9 @@ def elastic_command_line(comm: Communicator) -> None:
     options = RunOptions(
         argv=("python", "train.py"), elastic="1:2", hosts="a:2,b:2", backend="gloo"
     )
-    elastic, _ = plan_elastic(options, dict(os.environ))
-    assert (elastic.limits.min_hosts, elastic.limits.max_hosts) == (1, 2)
+    job, _ = plan_job(options, dict(os.environ))
+    assert job.limits is not None
+    assert (job.limits.min_hosts, job.limits.max_hosts) == (1, 2)
 
 
 @row("horovod", "horovod.run(train, np=2)", "HOROVOD_TIMELINE", "op=hvd.Adasum")

@@ -2,12 +2,15 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.limits import limit
@@ -15,7 +18,7 @@ from tests.limits import limit
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
 SCRIPT = """
-import ctypes, json, os, resource, signal, subprocess, sys, time
+import ctypes, faulthandler, json, os, resource, signal, subprocess, sys, time
 import torch
 from torch.distributed import FileStore
 import torchmn
@@ -38,6 +41,8 @@ def children():
                     opened = os.open(f"{job['folder']}/{name}{rank}", os.O_WRONLY | os.O_CREAT)
                     os.ftruncate(opened, 0)
                     os.dup2(opened, descriptor)
+                faulthandler.register(signal.SIGALRM, chain=True)  # a rank that hangs says where
+                signal.alarm(JOB_LIMIT_S)
                 return rank, job["size"], job["folder"], job["event"]
             pids.append(pid)
         statuses = []
@@ -141,38 +146,70 @@ torchmn.run_main(main)
 Start = Callable[[str], list[tuple[int, str, str]]]
 
 
-@pytest.fixture(scope="module")
-def ancestor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
+class Ancestor:
     """A process that has imported everything; the ranks of all jobs are its children."""
-    script = tmp_path_factory.mktemp("script") / "script.py"
-    script.write_text(f"LIMIT_S = {limit(4)}\n{SCRIPT}")
-    process = subprocess.Popen(
-        [sys.executable, script],
-        env=dict(os.environ, OMP_NUM_THREADS="1", PYTHONWARNINGS="default"),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    yield process
-    process.communicate()
+
+    def __init__(self, folder: Path) -> None:
+        script = folder / "script.py"
+        limits = f"LIMIT_S, JOB_LIMIT_S = {limit(4)}, {round(limit(45))}"
+        script.write_text(f"{limits}\n{SCRIPT}")
+        self._process = subprocess.Popen(
+            [sys.executable, script],
+            env=dict(os.environ, OMP_NUM_THREADS="1", PYTHONWARNINGS="default"),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    def run(self, job: dict[str, object]) -> list[int]:
+        """The exit status of each rank of a job."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(job) + "\n")
+            self._process.stdin.flush()
+            return json.loads(self._process.stdout.readline())
+        except BaseException:  # also the time limit of the test; the job may still be running
+            self.close()
+            raise
+
+    def close(self) -> None:
+        if self.is_running():
+            for each in psutil.Process(self._process.pid).children():
+                each.kill()
+            self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            with suppress(BrokenPipeError):  # of a job that was not read
+                pipe.close()
+
+
+@pytest.fixture(scope="module")
+def ancestor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ancestor]:
+    """Of all tests, until a job does not complete."""
+    with closing(Ancestor(tmp_path_factory.mktemp("script"))) as shared:
+        yield shared
 
 
 @pytest.fixture
-def start(ancestor: subprocess.Popen[str], tmp_path: Path) -> Start:
+def start(ancestor: Ancestor, tmp_path: Path) -> Iterator[Start]:
     """Runs two ranks: (exit status, output, errors) of each."""
     (tmp_path / "checkpoints").mkdir()
+    own = None if ancestor.is_running() else Ancestor(tmp_path)
+    usable = own or ancestor
 
     def run(event: str) -> list[tuple[int, str, str]]:
-        job = {"size": 2, "event": event, "folder": str(tmp_path)}
-        assert ancestor.stdin is not None
-        assert ancestor.stdout is not None
-        ancestor.stdin.write(json.dumps(job) + "\n")
-        ancestor.stdin.flush()
-        statuses = json.loads(ancestor.stdout.readline())
+        statuses = usable.run({"size": 2, "event": event, "folder": str(tmp_path)})
         texts = [[(tmp_path / f"{kind}{r}").read_text() for kind in ("out", "err")] for r in (0, 1)]
+        assert -signal.SIGALRM not in statuses, f"a rank hung: {texts}"
         return [(status, out, err) for status, (out, err) in zip(statuses, texts, strict=True)]
 
-    return run
+    yield run
+    if own is not None:
+        own.close()
 
 
 # By place of a save: the rank that is killed there, and the step from which the job continues.

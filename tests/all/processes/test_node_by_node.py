@@ -73,10 +73,11 @@ def words(lab: Lab, node_rank: int, *more: object, nnodes: int = 2) -> tuple[obj
     )
 
 
-def begin_both(lab: Lab, folder: Path) -> list[Run]:
+def begin_both(lab: Lab, folder: Path, *more: object, script: str = SLEEPS) -> list[Run]:
     """A job of two hosts whose ranks sleep."""
     runs = [
-        begin(lab, index, folder, *words(lab, index, "-n", 1), script=SLEEPS) for index in (0, 1)
+        begin(lab, index, folder, *words(lab, index, "-n", 1, *more), script=script)
+        for index in (0, 1)
     ]
     runs[0].wait_until(lambda: runs[0].text.count("began") == 2)
     return runs
@@ -149,6 +150,22 @@ def test_ctrl_c_on_one_host_ends_the_job(lab: Lab, tmp_path: Path, interrupted: 
     assert runs[1].end() == 130, runs[1].text
     if interrupted:
         assert "n1 leaves: it received SIGINT" in runs[0].text
+    nothing_is_left(runs[0])
+
+
+def test_a_second_ctrl_c_ends_a_host_at_once(lab: Lab, tmp_path: Path) -> None:
+    """The first one leaves its ranks the time to save."""
+    script = SLEEPS.replace("print(", "import signal; signal.signal(15, signal.SIG_IGN)\nprint(")
+    runs = begin_both(lab, tmp_path, "--grace", 3600, script=script)
+    runs[1].process.send_signal(signal.SIGINT)
+    runs[0].wait_for("n1 leaves: it received SIGINT")
+    time.sleep(1.0)
+    assert runs[1].process.poll() is None
+    runs[1].process.send_signal(signal.SIGINT)
+    assert runs[1].end() == 130, runs[1].text
+    for _ in range(2):
+        runs[0].process.send_signal(signal.SIGINT)
+    assert runs[0].end() == 130, runs[0].text
     nothing_is_left(runs[0])
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.all.processes.runner import Runner
+from tests.all.processes.runner import PYTHON_PATH, Runner
 from tests.limits import limit
 
 pytestmark = pytest.mark.processes
@@ -83,7 +83,7 @@ from pathlib import Path
 from torchmn.run.job import Job
 from torchmn.run.start import run_job
 job = Job(argv=({sys.executable!r}, "script.py", "1"), num_ranks=1, backend="gloo",
-          log_dir=Path("logs"), grace_s=0.1, signal_grace_s=None)
+          log_dir=Path("logs"), grace_s=0.1, signal_grace_s=float("inf"))
 raise SystemExit(run_job(job, os.environ))
 """
     process = runner.start_python("-c", starter)
@@ -127,3 +127,24 @@ def test_a_warning_before_the_script_handles_it_is_held(runner: Runner) -> None:
     (runner.folder / "sent").touch()
     _, err = process.communicate(timeout=limit(30))
     assert process.returncode == 85, err
+
+
+EARLY_INTERRUPT = """
+import os, signal, sys
+if "bootstrap.py" in " ".join(sys.orig_argv):
+    os.kill(os.getpid(), signal.SIGINT)
+"""
+
+
+def test_ctrl_c_while_python_starts_shows_nothing_of_ours(runner: Runner) -> None:
+    """It waits until the script could begin, and then nothing of it runs."""
+    early = runner.folder / "early"
+    early.mkdir()
+    (early / "sitecustomize.py").write_text(EARLY_INTERRUPT)
+    script = runner.script('print("has begun")')
+    path = os.pathsep.join([str(early), PYTHON_PATH])
+    done = runner.run("-n", "1", "--backend", "gloo", "-x", f"PYTHONPATH={path}", script)
+    assert done.returncode == 130, done.stderr
+    assert "begun" not in done.stdout
+    assert "Traceback" not in done.stderr
+    assert "bootstrap" not in done.stderr

@@ -56,22 +56,27 @@ class TestJoining:
 
     pytestmark = ON_TEST_HOSTS
 
-    def test_a_host_joins_and_leaves(self, lab: Lab, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(("by", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+    def test_a_host_joins_and_leaves(
+        self, lab: Lab, tmp_path: Path, by: signal.Signals, code: int
+    ) -> None:
+        """Whoever ends its command, Ctrl-C too, takes only this host out, and no step is lost."""
         words = ("--elastic", "1:2", SCRIPT, ".", 0.05, 3, "saves")
         first = begin(lab, lab.hosts[0], tmp_path, *words)
         first.wait_for("[0] step 5")
         second = begin(lab, lab.hosts[1], tmp_path, *words)
         first.wait_for("in round 2")
         first.wait_until(lambda: len(first.steps_of(2)) > 5)
-        second.process.send_signal(signal.SIGTERM)
+        second.process.send_signal(by)
         first.wait_until(lambda: first.steps_of(3))
-        assert second.end() == 0, second.text
+        assert second.end() == code, second.text
+        assert f"received {by.name}; the ranks have as long as --grace, 30 s to save" in second.text
         (tmp_path / "enough").touch()
         assert first.end() == 0, first.text
         assert {number: size for number, size, *_ in first.steps()} == {1: 1, 2: 2, 3: 1}
         assert f"may join at {lab.hosts[0].address}:{PORT}" in first.text
         assert "n1 joined; waiting for the next checkpoint" in first.text
-        assert "n1 leaves: it received SIGTERM" in first.text
+        assert f"n1 leaves: it received {by.name}" in first.text
         assert "was lost" not in first.text
         assert f"n1 joins the job at {lab.hosts[0].address}:{PORT} with 1 rank" in second.text
         # All have saved at the step at which they left: none is made again.

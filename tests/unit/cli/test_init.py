@@ -16,8 +16,8 @@ import torch
 from typer.testing import CliRunner, Result
 
 from tests.all.processes.runner import PYTHON_PATH
+from torchmn.cli.app import app
 from torchmn.cli.init import KINDS
-from torchmn.cli.main import app
 from torchmn.errors import DataError, TorchmnError, UnknownNameError, UsageError
 from torchmn.submit.site import SCHEDULERS
 

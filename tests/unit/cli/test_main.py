@@ -104,10 +104,38 @@ def test_unknown_subcommand_is_one_message() -> None:
     assert "fly" in done.stderr
 
 
+INTERRUPTED = """
+import os, signal, sys
+
+class Person:
+    def find_spec(self, name, *_):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Person())
+from torchmn.cli.main import main
+main(["run", "-n", "2", {script!r}])
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "module", ["torchmn.cli.app", "typer", "torchmn.cli.run", "torchmn.run.start"]
+)
+def test_ctrl_c_while_it_starts_is_one_message(module: str, tmp_path: Path) -> None:
+    """Typer is imported first, and the last module by the command itself."""
+    script = tmp_path / "script.py"
+    script.touch()
+    done = run("-c", INTERRUPTED.format(module=module, script=str(script)))
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr == "torchmn: interrupted.\n"
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "module",
-    ["torchmn.cli.main", "torchmn.run", "torchmn.run.agent_main", "torchmn.cluster"],
+    ["torchmn.cli.app", "torchmn.run", "torchmn.run.agent_main", "torchmn.cluster"],
 )
 def test_starts_without_heavy_modules(module: str) -> None:
     code = f"import sys, {module}; print([m for m in sys.modules if m in {HEAVY}])"

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from tests.json_schemas import checked
 from tests.unit.observe.plan.tables import TEXT
-from torchmn.cli.main import app
+from torchmn.cli.app import app
 from torchmn.errors import UsageError
 
 

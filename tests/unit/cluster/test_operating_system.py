@@ -16,12 +16,12 @@ import torchmn
 from tests.limits import limit
 from torchmn.cluster.cpus import available_processors
 from torchmn.errors import UnsupportedError
-from torchmn.run.plan import RunOptions, plan_elastic, plan_job
+from torchmn.run.plan import RunOptions, plan_job
 
 OPTIONS = RunOptions(argv=("python", "train.py"), num_ranks=2, hosts="a:2", elastic="1:1")
 STARTS: dict[str, Callable[[], object]] = {
     "torchmn run": lambda: plan_job(RunOptions(argv=("python", "train.py"), num_ranks=2), {}),
-    "torchmn run --elastic": lambda: plan_elastic(OPTIONS, {}),
+    "torchmn run --elastic": lambda: plan_job(OPTIONS, {}),
     "launch_local": lambda: torchmn.launch_local(max, 2, [1, 5]),
     "torchrun": torchmn.create_communicator,
     "doctor": available_processors,

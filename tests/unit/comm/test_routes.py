@@ -1,4 +1,4 @@
-"""What is special about the hierarchical route."""
+"""What is special about the hierarchical route, and about pure_nccl with a codec."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from torch._C._distributed_c10d import HashStore
 import torchmn
 from tests.limits import limit
 from torchmn.cluster import Topology
+from torchmn.comm.allreduce import ReduceBlock
+from torchmn.comm.codecs import Layout, create_codec
+from torchmn.comm.routes.pure_nccl import PureNcclRoute
 from torchmn.comm.transports.base import TimeLimit
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.comm.transports.tcp import TcpTransport
@@ -81,3 +84,36 @@ def test_the_rate_of_links_is_the_same_on_all_ranks() -> None:
     rates = run_ranks(rank_main, 3, name="hierarchical", topology=nodes)
     assert 0 < rates[0] < float("inf")
     assert rates == [rates[0]] * 3
+
+
+@pytest.mark.parametrize("ranks_per_node", [[2, 2], [1, 1], [3]])
+def test_pure_nccl_encodes_between_hosts_only(ranks_per_node, monkeypatch) -> None:
+    """On CPUs, over gloo: which ranks encode, and that all have the same sum."""
+    monkeypatch.setattr(PureNcclRoute, "check_placement", lambda route: None)
+    size = sum(ranks_per_node)
+
+    def rank_main(comm):
+        exact = torch.full((LARGE,), comm.rank + 1.0)
+        comm.route.sum_(exact)
+        num_groups = len(comm.groups)
+        algorithm = comm.route.allreduce_algorithm(create_codec("int8"))
+        has_hosts = ranks_per_node == [2, 2]
+        assert (len(comm.groups) > num_groups) == has_hosts
+        encoded = torch.linspace(-1, 1, LARGE) * (comm.rank + 1)
+        layout = Layout.of([("w", 0, (LARGE,))], torch.float32)
+        comm.route.sum_(ReduceBlock(encoded, layout), algorithm)
+        group = comm.route.inter_node_group
+        is_encoding = bool(algorithm.codec.state_dict()["residuals"])
+        assert is_encoding == (group is not None)
+        assert comm.route.codec_scope == ("the 2 nodes" if has_hosts else f"all {size} ranks")
+        return float(exact[0]), encoded, is_encoding
+
+    topology = Topology.blocks(ranks_per_node)
+    results = run_ranks(rank_main, size, name="pure_nccl", topology=topology)
+    total = size * (size + 1) / 2
+    for exact, encoded, _ in results:
+        assert exact == total
+        assert torch.equal(encoded, results[0][1])
+        assert torch.allclose(encoded, torch.linspace(-1, 1, LARGE) * total, atol=0.1)
+    encoding = [is_encoding for *_, is_encoding in results]
+    assert encoding == ([True, False, True, False] if ranks_per_node == [2, 2] else [True] * size)

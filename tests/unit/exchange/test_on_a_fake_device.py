@@ -93,10 +93,10 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 1))
 
 
-def parts(rank: int) -> list[tuple[Tensor, Tensor]]:
+def parts(rank: int, num_steps: int) -> list[tuple[Tensor, Tensor]]:
     made = torch.Generator().manual_seed(rank)
     shapes = (3, 5), (3, 1)
-    return [tuple(torch.randn(*s, generator=made) for s in shapes) for _ in range(NUM_STEPS)]
+    return [tuple(torch.randn(*s, generator=made) for s in shapes) for _ in range(num_steps)]
 
 
 def make_optimizer(comm: Communicator, model: nn.Module, **options):
@@ -108,6 +108,10 @@ def on_device(optimizer, comm: Communicator, streams: FakeStreams, nccl: FakeNcc
     engine = comm.engine
     engine.streams, engine.watcher = streams, Watcher(streams, engine._fail)
     comm.world.transport.nccl = nccl
+    buckets_on_device(optimizer, streams)
+
+
+def buckets_on_device(optimizer, streams: FakeStreams) -> None:
     for buckets in optimizer.reducer.exchange.sets:
         buckets.streams = buckets.footer.streams = streams
         buckets.is_deferred = buckets.is_on_gpu = True
@@ -125,6 +129,8 @@ def trained(
     order: str,
     *,
     backward=backward,
+    begin=on_device,
+    num_steps: int = NUM_STEPS,
     error: str = "",
     **options,
 ) -> list[list[Tensor]]:
@@ -151,7 +157,7 @@ def trained(
             for parameter in model.parameters():
                 parameter.data = device.adopt(parameter.data)
         optimizer = make_optimizer(comm, model, **options)
-        batches = parts(rank)
+        batches = parts(rank, num_steps)
 
         def train() -> None:
             for number, (x, y) in enumerate(batches):
@@ -165,7 +171,7 @@ def trained(
                 optimizer.flush()
             else:
                 streams = streams_class(device)
-                on_device(optimizer, comm, streams, FakeNccl(meeting, rank, streams))
+                begin(optimizer, comm, streams, FakeNccl(meeting, rank, streams))
                 batches = [(device.adopt(x), device.adopt(y)) for x, y in batches]
                 expected = pytest.raises(RankMismatchError, match=error or None)
                 with device.running(), expected if error else nullcontext():

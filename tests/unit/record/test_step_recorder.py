@@ -364,6 +364,29 @@ def test_on_a_gpu_a_step_is_written_when_the_stream_has_passed_it(lines: list[Li
     assert [len(step.buckets) for step in written] == [1, 1, 1]
 
 
+def test_on_a_gpu_the_times_of_a_codec_are_those_of_the_stream(lines: list[Line]) -> None:
+    stream = Stream()
+    recorder = StepRecorder(lines.append, stream.clock())
+
+    def exchange() -> None:
+        recorder.exchange(Comm(), Block, 0, "started")
+        for name, num_events in (("encode", 2), ("decode", 1), ("encode", 4)):
+            recorder.phase(name, True)
+            for _ in range(num_events - 1):
+                stream.event().record()
+            recorder.phase(name, False)
+        recorder.exchange(Comm(), Block, 0, "ended")
+
+    recorder.exchange(Comm(), Block, 0, "queued")
+    run_in_thread(exchange)
+    recorder.end_step(0)
+    stream.num_passed = stream.num_events
+    recorder.write_ended()
+    [bucket] = steps(lines)[0].buckets
+    assert (bucket.encode_s, bucket.decode_s) == (6.0, 1.0)
+    assert bucket.ended_s - bucket.started_s == 11.0
+
+
 def test_on_a_gpu_a_long_step_keeps_few_events(lines: list[Line]) -> None:
     """Those that the stream has passed are added up; one that is far behind keeps them."""
     stream = Stream()

@@ -6,7 +6,7 @@ import pytest
 import typer
 from torch.distributed.run import get_args_parser
 
-from torchmn.cli.main import app
+from torchmn.cli.app import app
 from torchmn.errors import UnsupportedError, UsageError
 from torchmn.run.torchrun_options import translate
 

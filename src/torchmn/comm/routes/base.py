@@ -64,9 +64,9 @@ class Route:
         self.rank, self.size = self.world.rank, self.world.size
         self.topology, self.device = topology, device
         self._engine, self._flight_recorder = self.world.engine, self.world.flight_recorder
-        self._default_algorithm = self.allreduce_algorithm(codec)
         self.check_placement()
         self._connect()
+        self._default_algorithm = self.allreduce_algorithm(codec)
 
     # ---- what a subclass defines ----
 
@@ -140,7 +140,7 @@ class Route:
         return float(row)
 
     def allreduce_algorithm(self, codec: Codec | None) -> AllReduceAlgorithm:
-        """The algorithm of this route for a codec, or for None. Local.
+        """The algorithm of this route for a codec, or for None. Local, but for `PureNcclRoute`.
 
         Make it once and keep it: it may hold buffers for messages. Raises UsageError: the codec is
         neither a StripeCodec nor PowerSGD.

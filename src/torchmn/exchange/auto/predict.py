@@ -328,6 +328,7 @@ def _bucket_of(members: Sequence[ReadyGradient]) -> _Bucket:
 #     hierarchical, two_dimensional                               2 (H - 1) / H  N
 #     flat, naive, non_cuda_aware: stripes at their owners        2 k (W - k) / W  N
 #     pure_nccl: a ring over all ranks                            2 (W - 1) / W  N
+#     pure_nccl, encoded: as hierarchical
 #     single_node                                                 0
 #
 # Several ranks of a host that send at once share the adapter: the numbers above are for all of
@@ -354,6 +355,8 @@ def crossing(route: str, num_hosts: int, ranks_per_host: int, *, is_encoded: boo
     """
     raise_if_unknown("route", route, ROUTE_TRAITS)
     traffic, size = ROUTE_TRAITS[route].traffic, num_hosts * ranks_per_host
+    if traffic == "ring" and is_encoded:
+        traffic = "nodes"
     if traffic == "none" and num_hosts > 1:
         raise UsageError(f"The route single_node is for one host, not {num_hosts}.")
     if num_hosts == 1:

@@ -7,17 +7,21 @@
     from then on      the fastest of them
 
 All ranks switch at the same step. The communicator, the optimizer and the model stay the same. All
-times are those of the slowest rank; rank 0 decides and all ranks follow. Plans that lose bits, or
-whose gradients are a step late, are tried only if the user allowed it, and not if the first steps
-show that the script cannot work with them.
+times are those of the slowest rank; rank 0 decides and all ranks follow. On a GPU they are times of
+its streams (`StepClock`), for which the host waits once in each trial, between two steps. Plans
+that lose bits, or whose gradients are a step late, are tried only if the user allowed it, and not
+if the first steps show that the script cannot work with them.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -44,15 +48,17 @@ from torchmn.exchange.parameter_hook import watch_gradient
 from torchmn.exchange.reducer import GradientReducer
 from torchmn.exchange.resharding import warnings_of
 from torchmn.exchange.schedules.base import Schedule, Traits
+from torchmn.record.timeline import Mark, StepClock, clock_of
 
 NUM_WARM_UP = 2
 NUM_TIMED = 4
 MAX_TRIALS = 4
 WITHIN = 1.5  # plans up to this multiple of the best prediction are tried
-MARGIN = 1.02  # the default plan is kept unless another one is this much faster
+MARGIN = 1.02  # the default plan is kept unless another one is this much faster in all its turns
 DRIFT = 1.25  # with Auto(retune=True): measure again when steps are this much slower than planned
 RETUNE_STEPS = 200
 BUCKET_BYTES = (MiB, 4 * MiB, 16 * MiB)
+_POLL_S = 0.0005
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +110,6 @@ class Autotuner(Schedule):
         self._must_start_over = False
         # Schedules that cannot work in this script, or gain nothing, with the reason.
         self._excluded: dict[str, str] = {}
-        self._timer = StepTimer()
 
     @property
     def traits(self) -> Traits:
@@ -117,6 +122,7 @@ class Autotuner(Schedule):
         """See `Schedule.attach`. The optimizer has the first codec of the search space."""
         super().attach(reducer, inner, models)
         self._models, comm = models, reducer.comm
+        self._timer = self._new_timer()
         self._default = self._using = Plan(
             schedule=next(iter(self.space.schedules)),
             codec=self.space.codecs[0],
@@ -128,11 +134,13 @@ class Autotuner(Schedule):
 
     def backward_ended(self) -> None:
         """See `Schedule.backward_ended`."""
-        started = time.perf_counter()
         if self._exchange.num_in_step:
             self._excluded[DOUBLE_BUFFERING] = "two backward passes before a step"
-        self.current.backward_ended()
-        self._timer.backward_ended(time.perf_counter() - started)
+        if self._has_decided:
+            self.current.backward_ended()
+            return
+        with self._timer.waiting():
+            self.current.backward_ended()
 
     def step(self, closure: Callable[[], float] | None) -> float | None:
         """See `Schedule.step`. *Collective*: it may switch to another plan."""
@@ -164,14 +172,19 @@ class Autotuner(Schedule):
         """See `Schedule.close`."""
         self.current.close()
 
+    @property
+    def _has_decided(self) -> bool:
+        """Whether nothing is measured any more."""
+        return self.plan is not None and not self.space.retune
+
     def _step_ended(self) -> None:
         if self._must_start_over:
             self._start_over()
             return
-        if self.plan is not None and not self.space.retune:
+        if self._has_decided:
             return
         self._timer.step_ended()
-        num_steps = len(self._timer.steps_s)
+        num_steps = self._timer.num_steps
         if self.plan is not None:
             if num_steps == RETUNE_STEPS:
                 self._check_drift()
@@ -187,10 +200,14 @@ class Autotuner(Schedule):
 
     # ---- measuring and deciding; collective ----
 
+    def _new_timer(self) -> StepTimer:
+        comm = self._reducer.comm
+        return StepTimer(clock_of(comm.device.type), comm.engine.raise_failure)
+
     def _start_over(self) -> None:
         self.plan, self.trials, self._untried, self._trying = None, [], [], None
         self._must_start_over = False
-        self._timer = StepTimer()
+        self._timer = self._new_timer()
         self._use(self._default)
 
     def _slowest_s(self) -> float:
@@ -248,14 +265,17 @@ class Autotuner(Schedule):
             self._trying = self._untried.pop(0)
             self._use(self._trying)
             return
-        best_s: dict[Plan, float] = {}
+        turns: dict[Plan, list[float]] = defaultdict(list)
         for trial in self.trials:
-            best_s[trial.plan] = min(trial.step_s, best_s.get(trial.plan, trial.step_s))
-        best = min(best_s, key=best_s.__getitem__)
-        if best_s[self._default] <= best_s[best] * MARGIN:
+            turns[trial.plan].append(trial.step_s)
+        best = min(turns, key=lambda plan: min(turns[plan]))
+        # The turns of a plan differ by the noise: what is slower in one of them is not faster.
+        if max(turns[best]) * MARGIN >= min(turns[self._default]):
             best = self._default
-        tried = ", ".join(f"{plan} {step_s * 1e3:.1f} ms" for plan, step_s in best_s.items())
-        self.planned_s = best_s[best]
+        tried = ", ".join(f"{plan} {min(own) * 1e3:.1f} ms" for plan, own in turns.items())
+        if len(turns) > 1 and best == self._default:
+            tried += f"; the first is kept, as none was {MARGIN - 1:.0%} faster in both turns"
+        self.planned_s = min(turns[best])
         self._decide(best, f"{self.reason}\ntried: {tried}")
 
     def _decide(self, plan: Plan, why: str) -> None:
@@ -354,42 +374,51 @@ def _describe(link: LinkSpeed | None, step: StepFacts) -> str:
 class StepTimer:
     """Counts and times the steps of one rank. Local.
 
-    Between `record_gradients` and `facts`, hooks record when each gradient is ready. At other times
-    only the ends of backward passes and steps are timed.
+    Between `record_gradients` and `facts`, hooks mark when each gradient is ready. At other times
+    only the ends of backward passes and steps are marked. A mark has no time before the device has
+    passed it, so all times are computed when they are asked for; ``raise_failure`` is called while
+    they are waited for.
     """
 
-    def __init__(self) -> None:
-        self.steps_s: list[float] = []
-        self._waits_s: list[float] = []
-        self._since = time.perf_counter()
-        self._waited_s = 0.0
+    def __init__(self, clock: StepClock, raise_failure: Callable[[], None]) -> None:
+        self._clock, self._raise_failure = clock, raise_failure
         self._hooks: list[RemovableHandle] = []
-        self._ready: dict[Tensor, float] = {}
-        self._began: float | None = None
-        self._backward_s: list[float] = []
+        self._ready: dict[Tensor, tuple[Mark, Mark]] = {}  # since the start of its pass
+        self._began: Mark = None
+        self._backwards: list[tuple[Mark, Mark]] = []
+        self.restart()
 
-    def backward_ended(self, waited_s: float) -> None:
-        """Note the end of a backward pass, in which ``waited_s`` were spent on the exchange."""
-        self._waited_s += waited_s
+    @property
+    def num_steps(self) -> int:
+        """The number of steps since the last `restart`."""
+        return len(self._ends) - 1
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Context at the end of a backward pass, in which the exchange is waited for."""
+        begin = self._clock.mark()
+        yield
+        self._waits[-1].append((begin, self._clock.mark()))
         if self._began is not None:
-            self._backward_s.append(time.perf_counter() - waited_s - self._began)
+            self._backwards.append((self._began, begin))
             self._began = None
 
     def step_ended(self) -> None:
         """Note that a step is over and the next one begins."""
-        now = time.perf_counter()
-        self.steps_s.append(now - self._since)
-        self._waits_s.append(self._waited_s)
-        self._since, self._waited_s = now, 0.0
+        self._ends.append(self._clock.mark())
+        self._waits.append([])
 
     def restart(self) -> None:
         """Discard the steps so far, and the time since the last one."""
-        self.steps_s, self._waits_s, self._waited_s = [], [], 0.0
-        self._since = time.perf_counter()
+        self._ends: list[Mark] = [self._clock.mark()]
+        self._waits: list[list[tuple[Mark, Mark]]] = [[]]
 
     def median_s(self, num_steps: int) -> float:
         """The median time of the last ``num_steps`` steps."""
-        return statistics.median(self.steps_s[-num_steps:])
+        while not self._clock.is_over(self._ends[-1]):
+            self._raise_failure()
+            time.sleep(_POLL_S)
+        return self._median(pairwise(self._ends[-num_steps - 1 :]))
 
     def record_gradients(self, parameters: list[NamedParameter]) -> None:
         """Record from now on when gradients are ready."""
@@ -403,30 +432,35 @@ class StepTimer:
         """Return medians of the last ``num_steps`` steps, and remove the hooks."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
-        waited_s = statistics.median(self._waits_s[-num_steps:])
+        step_s, seconds = self.median_s(num_steps), self._clock.seconds
+        waits = self._waits[-num_steps - 1 : -1]
+        waited_s = statistics.median(sum(seconds(*wait) for wait in own) for own in waits)
         gradients = [
             ReadyGradient(
-                ready_s=ready_s,
+                ready_s=seconds(*marks),
                 numel=parameter.numel(),
                 nbytes=parameter.nbytes,
                 is_small=is_small(parameter.shape),
             )
-            for parameter, ready_s in self._ready.items()
+            for parameter, marks in self._ready.items()
         ]
-        self._ready = {}
+        backward_s = self._median(self._backwards) if self._backwards else 0.0
+        self._hooks, self._ready, self._backwards = [], {}, []
         return StepFacts(
-            compute_s=max(1e-9, self.median_s(num_steps) - waited_s),
-            backward_s=statistics.median(self._backward_s) if self._backward_s else 0.0,
+            compute_s=max(1e-9, step_s - waited_s),
+            backward_s=backward_s,
             gradients=tuple(sorted(gradients, key=lambda gradient: gradient.ready_s)),
         )
+
+    def _median(self, spans: Iterable[tuple[Mark, Mark]]) -> float:
+        return statistics.median(self._clock.seconds(*span) for span in spans)
 
     def _record(self, parameter: Tensor) -> None:
         """Record that a gradient is ready.
 
         The first one counts as the start of the backward pass: nothing is sent before it.
         """
-        now = time.perf_counter()
+        now = self._clock.mark()
         if self._began is None:
             self._began = now
-        self._ready[parameter] = now - self._began
+        self._ready[parameter] = self._began, now

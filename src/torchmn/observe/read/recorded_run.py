@@ -84,8 +84,8 @@ class RankRecord:
     start: RunStart
     settings: dict[str, str]  # the last ones
     steps: Steps
-    sent: dict[str, float]
-    received: dict[str, float]  # bytes by host, over `steps`
+    sent: dict[str, int]
+    received: dict[str, int]  # bytes by host, over `steps`
     values: dict[str, tuple[Integers, Floats]]  # what the script reports, by name: steps and values
     memory: tuple[Floats, Floats, Floats]  # ``at_s``, bytes of the process, bytes of the device
     clock: Clock

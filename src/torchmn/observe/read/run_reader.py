@@ -8,7 +8,7 @@ whole run. They are found by seeking, since steps are in order in a file.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from operator import attrgetter
@@ -24,6 +24,7 @@ from torchmn.control.codec import decode_union
 from torchmn.observe.read.recorded_run import Buckets, Clock, Floats, RankRecord, Run, Steps
 from torchmn.observe.read.seeking import MEMORY, STEP, seek, step_range, tail
 from torchmn.record.records import (
+    FOLDER,
     FORMAT,
     PHASES,
     ClockOffset,
@@ -37,7 +38,6 @@ from torchmn.record.records import (
     Value,
 )
 
-FOLDER = "steps"
 MAX_NBYTES = 128 * 2**20  # of lines that are read of a run, over all its ranks
 WINDOW_STEPS = 8
 # Lines of `GradientTimes` that are kept of a rank: they are long, and similar.
@@ -50,15 +50,12 @@ _MAX_TAIL_BYTES = 1 << 22  # which hold those of the 10 s between two measuremen
 # Lines that are read there although they belong to no step that is.
 _AT_THE_END = (b'"RunEnd"', b'"ClockOffset"', b'"Memory"')
 _decoder = msgspec.json.Decoder(Line)
-_STEP_COLUMNS = (
-    *("step", "at_s", "seconds", "samples", "sent_nbytes", "received_nbytes"),
-    *("run_queue_s", "cpu_s", "others_cpu_s"),
-)
+_STEP_COLUMNS = ("step", "at_s", "seconds", "samples", "run_queue_s", "cpu_s", "others_cpu_s")
 _BUCKET_COLUMNS = (
     *("number", "nbytes", "sent_nbytes"),
     *("ready_s", "started_s", "ended_s", "encode_s", "decode_s"),
 )
-_columns_of = attrgetter(*_BUCKET_COLUMNS)
+_of_step, _of_bucket = attrgetter(*_STEP_COLUMNS), attrgetter(*_BUCKET_COLUMNS)
 
 
 def find_records(path: Path) -> Path:
@@ -231,11 +228,10 @@ class _Table:
         self._clear()
 
     def _clear(self) -> None:
-        self._columns: list[tuple[float, ...]] = []
+        self._columns: list[tuple[float | None, ...]] = []
         self._phases: list[list[float]] = []
         self._buckets: list[tuple[float, ...]] = []
-        self._sent: dict[str, float] = {}
-        self._received: dict[str, float] = {}
+        self._sent, self._received = Counter[str](), Counter[str]()
         self._others: dict[type[Line], list[Any]] = defaultdict(list)
 
     def add(self, text: bytes) -> None:
@@ -258,30 +254,18 @@ class _Table:
 
     def _add_step(self, line: Step) -> None:
         row = len(self._columns)
-        self._columns.append(
-            (
-                line.step,
-                line.at_s,
-                line.seconds,
-                _number(line.samples),
-                sum(line.sent.values()),
-                sum(line.received.values()),
-                _number(line.run_queue_s),
-                _number(line.cpu_s),
-                _number(line.others_cpu_s),
-            )
-        )
+        nbytes = sum(line.sent.values()), sum(line.received.values())
+        self._columns.append((*_of_step(line), *nbytes))
         phases = line.phases
         self._phases.append([phases.get(phase, 0.0) for phase in PHASES])
         for bucket in line.buckets:
-            self._buckets.append((row, *_columns_of(bucket)))
-        for totals, nbytes in ((self._sent, line.sent), (self._received, line.received)):
-            for host, number in nbytes.items():
-                totals[host] = totals.get(host, 0.0) + number
+            self._buckets.append((row, *_of_bucket(bucket)))
+        self._sent.update(line.sent)
+        self._received.update(line.received)
 
     def record(self, *, first_step: int, last_step: int, is_sampled: bool) -> RankRecord:
         steps = Steps(
-            **_columns(self._columns, _STEP_COLUMNS),
+            **_columns(self._columns, (*_STEP_COLUMNS, "sent_nbytes", "received_nbytes")),
             phases=np.array(self._phases, dtype=np.float32).reshape(-1, len(PHASES)),
             buckets=Buckets(**_columns(self._buckets, ("row", *_BUCKET_COLUMNS))),
         )
@@ -318,18 +302,15 @@ class _Table:
         )
 
 
-def _columns(rows: Sequence[tuple[float, ...]], names: Sequence[str]) -> dict[str, Any]:
+def _columns(rows: Sequence[tuple[float | None, ...]], names: Sequence[str]) -> dict[str, Any]:
     """Return arrays by column name; steps, rows and numbers as integers, others as floats."""
     columns = zip(names, _transposed(rows, len(names)), strict=True)
     return {n: c.astype(np.int64) if n in ("step", "row", "number") else c for n, c in columns}
 
 
-def _transposed(rows: Sequence[tuple[float, ...]], width: int) -> Floats:
+def _transposed(rows: Sequence[tuple[float | None, ...]], width: int) -> Floats:
+    """Return the columns of a table; None becomes NaN."""
     return np.array(rows, dtype=np.float64).reshape(-1, width).T.copy()
-
-
-def _number(value: float | None) -> float:
-    return float("nan") if value is None else value
 
 
 def _decode(text: bytes) -> Line | None:

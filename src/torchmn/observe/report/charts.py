@@ -198,17 +198,19 @@ def _lateness(summary: Summary) -> Chart:
         group = by_step[:, part]
         picture.append(group[np.arange(len(group)), np.abs(group).argmax(1)])
     numbers = [[summary.ranks[index].start.rank for index in part] for part in rows]
-    limit = max(float(np.percentile(np.abs(by_step), 99.5)), 0.05)
+    # Rare steps that last far longer, as at the end of an epoch, would leave the others colorless.
+    limit = max(float(np.percentile(np.abs(by_step), 95)), 0.05)
     means, spread = late[summary.num_warmup :].mean(0), late[summary.num_warmup :].max(0)
     order = np.argsort(means)[::-1]
     worst = int(order[0])
     names = [number_list(ranks) for ranks in numbers]
     drawing = Drawing(
-        axis_of(summary.step, "step"),
+        axis_of([summary.step[0], summary.step[-1] + 1], "step"),
         axis_of_names(names, "rank", is_reversed=True),
         height=max(100, min(520, 24 * len(rows))),
     )
     drawing.cells(
+        [int(summary.step[part[0]]) for part in columns],
         [[shade(value / limit) for value in row.tolist()] for row in picture],
         [
             f"rank {name}: {row.mean():.2f} ms late on average, {row.max():.2f} ms at most"
@@ -216,9 +218,8 @@ def _lateness(summary: Summary) -> Chart:
         ],
     )
     shades = ", ".join(shade(share) for share in (-1.0, 0.0, 1.0))
-    drawing.legend(
-        f"{limit:.2f} ms early to {limit:.2f} ms late", f"linear-gradient(90deg, {shades})"
-    )
+    most = duration(limit / 1e3)
+    drawing.legend(f"{most} early to {most} late", f"linear-gradient(90deg, {shades})")
     return Chart(
         title="Which rank is late, and when",
         description="How many milliseconds later than the median rank each was ready for the "
@@ -242,7 +243,7 @@ def _lateness(summary: Summary) -> Chart:
 
 
 def _links(summary: Summary) -> Chart:
-    links = summary.busiest_links[:MAX_BARS]
+    links = summary.links[:MAX_BARS]
     names = [f"{link.source} to {link.target}" for link in links]
     measured = [8e-9 * link.bytes_per_s for link in links]
     known = [8e-9 * (link.nominal_bytes_per_s or 0.0) for link in links]
@@ -357,7 +358,11 @@ def _memory(summary: Summary) -> Chart:
 
 
 def _bins(count: int, limit: int) -> list[Integers]:
-    return [part for part in np.array_split(np.arange(count), min(count, limit)) if len(part)]
+    """Divide indices into parts of equal length, at most ``limit``; only the last may be shorter.
+
+    With parts of two lengths, a peak would be half as high in the longer ones.
+    """
+    return np.split(np.arange(count), range(-(-count // limit), count, -(-count // limit)))
 
 
 def shade(share: float) -> str:

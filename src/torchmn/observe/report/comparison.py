@@ -12,7 +12,7 @@ within a run, and the interval does not contain it.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -66,9 +66,9 @@ class Comparison:
 
     @property
     def text(self) -> str:
-        """The verdict, with the numbers on which it rests, and the phases that differ."""
-        sentences = [self._verdict_text]
-        for statistic in ("median", "mean"):
+        """The runs, the verdict with the numbers on which it rests, and the phases that differ."""
+        sentences = [f"A is {self.a}", f"B is {self.b}", self._verdict_text]
+        for statistic in _STATISTICS:
             step = self.step(statistic)
             share = 100 / step.a_s
             sentences.append(
@@ -107,7 +107,7 @@ class Comparison:
         return sorted(found.values(), key=lambda each: -sign * (each.b_s - each.a_s))
 
 
-_STATISTICS: tuple[Statistic, ...] = ("median", "mean")
+_STATISTICS: tuple[Statistic, ...] = get_args(Statistic)
 
 
 def compare(a: Summary, b: Summary) -> Comparison:
@@ -117,26 +117,23 @@ def compare(a: Summary, b: Summary) -> Comparison:
     """
     _raise_if_incomparable(a, b)
     rng = np.random.default_rng(0)
-    one, two = _steps(a), _steps(b)
-    samples = _resamples(one, rng), _resamples(two, rng)
-    differences = []
-    for number, statistic in enumerate(_STATISTICS):
-        function = (np.median, np.mean)[number]
-        own = function(one, axis=0), function(two, axis=0)
-        apart = samples[1][number] - samples[0][number]
-        margin = (100 - _CONFIDENCE) / 2
-        low, high = np.percentile(apart, [margin, 100 - margin], axis=0)
-        differences += [
-            Difference(
-                statistic=statistic,
-                what=what,
-                a_s=float(own[0][column]),
-                b_s=float(own[1][column]),
-                low_s=float(low[column]),
-                high_s=float(high[column]),
-            )
-            for column, what in enumerate(("step", *PHASES))
-        ]
+    both = _steps(a), _steps(b)
+    one, two = map(_statistics, both)
+    before, after = (_resamples(steps, rng) for steps in both)
+    margin = (100 - _CONFIDENCE) / 2
+    low, high = np.percentile(after - before, [margin, 100 - margin], axis=0)
+    differences = [
+        Difference(
+            statistic=statistic,
+            what=what,
+            a_s=float(one[row, column]),
+            b_s=float(two[row, column]),
+            low_s=float(low[row, column]),
+            high_s=float(high[row, column]),
+        )
+        for row, statistic in enumerate(_STATISTICS)
+        for column, what in enumerate(("step", *PHASES))
+    ]
     whole = [each for each in differences if each.what == "step"]
     verdict: Verdict = "no difference"
     if any(each.low_s > MIN_SHARE * each.a_s for each in whole):
@@ -180,18 +177,21 @@ def _steps(summary: Summary) -> Floats:
     return np.asarray(both[:: len(both) // _MAX_STEPS + 1], dtype=np.float64)
 
 
-def _resamples(steps: Floats, rng: np.random.Generator) -> tuple[Floats, Floats]:
-    """Return medians and means of resampled runs, each of shape ``(resamples, columns)``."""
+def _statistics(steps: Floats) -> Floats:
+    """Return the median and the mean of each column, in the order of `_STATISTICS`."""
+    return np.array([np.median(steps, axis=0), steps.mean(0)])
+
+
+def _resamples(steps: Floats, rng: np.random.Generator) -> Floats:
+    """Return the `_statistics` of resampled runs, shape ``(resamples, statistics, columns)``."""
     count = len(steps)
     length = max(1, round(count**0.5))
-    medians, means = [], []
+    found = []
     for _ in range(_NUM_RESAMPLES):
         starts = rng.integers(0, count, -(-count // length))
         rows: Integers = (starts[:, None] + np.arange(length)).ravel()[:count] % count
-        drawn = steps[rows]
-        medians.append(np.median(drawn, axis=0))
-        means.append(drawn.mean(0))
-    return np.array(medians), np.array(means)
+        found.append(_statistics(steps[rows]))
+    return np.array(found)
 
 
 def _changed(a: Summary, b: Summary) -> dict[str, tuple[str, str]]:

@@ -129,10 +129,15 @@ class Drawing:
         ]
         self._marks.append(f"<g class='hover'>{''.join(marks)}</g>")
 
-    def cells(self, rows: Sequence[Sequence[str]], titles: Sequence[str]) -> None:
-        """Fill rows of cells of equal size with colors; each row has a title."""
+    def cells(
+        self, begins: Sequence[float], rows: Sequence[Sequence[str]], titles: Sequence[str]
+    ) -> None:
+        """Fill rows of cells with colors, each from its begin to that of the next one.
+
+        Each row has a title.
+        """
+        edges = [*map(self._x.at, begins), UNITS]
         for row, (colors, title) in enumerate(zip(rows, titles, strict=True)):
-            edges = [round(UNITS * number / len(colors)) for number in range(len(colors) + 1)]
             paths: dict[str, str] = {}
             begin = 0
             for end in range(1, len(colors) + 1):  # equal cells beside each other are one

@@ -62,11 +62,6 @@ class Finding:
     hosts: tuple[str, ...] = ()
     phase: Phase | None = None
 
-    @property
-    def text(self) -> str:
-        """The finding as running text."""
-        return f"{self.what}: {self.evidence}. {self.cure}"
-
 
 def plural(words: str) -> str:
     """Turn the text of a phase, as in "computes", into the plural."""

@@ -131,7 +131,7 @@ def _add_findings(body: _Body, summary: Summary, findings: Sequence[Finding]) ->
 
 def _add_comparison(body: _Body, compared: Comparison) -> None:
     body.add("<section><h2>B compared with A</h2>")
-    for line in (f"A is {compared.a}", f"B is {compared.b}", *compared.text.splitlines()):
+    for line in compared.text.splitlines():
         body.add(f"<p>{escape(line)}</p>")
     body.add("</section>")
 

@@ -1,5 +1,6 @@
 """Compare the steps of all ranks of a run, and compute rates and shares from them."""
 
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -85,7 +86,13 @@ class Summary:
     @cached_property
     def own(self) -> Floats:
         """Seconds of each steady step that a rank works by itself, shape ``(steps, ranks)``."""
-        return np.asarray(self.steady.sum(2) - self.of(*COLLECTIVE_PHASES), dtype=np.float64)
+        return self._own_of_all[self.num_warmup :]
+
+    @cached_property
+    def _own_of_all(self) -> Floats:
+        """`own`, with the warm-up."""
+        collective = [PHASES.index(phase) for phase in COLLECTIVE_PHASES]
+        return np.asarray(np.delete(self.phases, collective, axis=2).sum(2), dtype=np.float64)
 
     def of(self, *phases: Phase) -> Floats:
         """Return the seconds of these phases together in steady steps, shape ``(steps, ranks)``."""
@@ -143,18 +150,20 @@ class Summary:
         Shape ``(steps, ranks)``, with the warm-up. It compares the time that each rank worked by
         itself, so that neither waiting for others nor the clocks of ranks matter.
         """
-        collective = [PHASES.index(phase) for phase in COLLECTIVE_PHASES]
-        own = self.phases.sum(2) - self.phases[:, :, collective].sum(2)
+        own = self._own_of_all
         middle = (own.shape[1] - 1) // 2  # of two ranks the faster one
         return np.asarray(own - np.sort(own, axis=1)[:, [middle]], dtype=np.float64)
 
     def column(self, name: str) -> Floats:
         """Return a column of `Steps` for steady steps, shape ``(steps, ranks)``."""
-        columns = [
-            getattr(rank.steps, name)[rows[self.num_warmup :]]
-            for rank, rows in zip(self.ranks, self.rows, strict=True)
-        ]
+        columns = [getattr(rank.steps, name)[rows] for rank, rows in self._steady_rows]
         return np.array(columns, dtype=np.float64).T
+
+    @property
+    def _steady_rows(self) -> list[tuple[RankRecord, Integers]]:
+        """Each rank with the rows of the steady steps in its `Steps`."""
+        rows = (each[self.num_warmup :] for each in self.rows)
+        return list(zip(self.ranks, rows, strict=True))
 
     @cached_property
     def samples_per_s(self) -> float | None:
@@ -189,11 +198,6 @@ class Summary:
             f"noise scale at the end of the record{own} (McCandlish et al. 2018, arXiv 1812.06162)."
         )
 
-    @property
-    def steps_per_s(self) -> float:
-        """Steady steps per second."""
-        return 1 / self.step_s
-
     def host(self, index: int) -> str:
         """Return the host of the rank with this index in ``ranks``."""
         return self.ranks[index].start.host
@@ -219,20 +223,19 @@ class Summary:
     def _exchanging_s(self) -> Floats:
         """Seconds of exchanges in each steady step, shape ``(steps, ranks)``."""
         found = []
-        for rank, rows in zip(self.ranks, self.rows, strict=True):
+        for rank, rows in self._steady_rows:
             buckets = rank.steps.buckets
-            seconds = np.zeros(len(rank.steps))
-            np.add.at(seconds, buckets.row, buckets.ended_s - buckets.started_s)
-            found.append(seconds[rows[self.num_warmup :]])
-        return np.array(found).T
+            seconds = buckets.ended_s - buckets.started_s
+            found.append(np.bincount(buckets.row, seconds, len(rank.steps))[rows])
+        return np.array(found, dtype=np.float64).T
 
     @cached_property
     def _bucket_columns(self) -> list[tuple[Floats, Floats, Floats]]:
         """Begin, end, and end on rank 0's clock, of the buckets of steady steps, for each rank."""
         found = []
-        for rank, rows in zip(self.ranks, self.rows, strict=True):
+        for rank, rows in self._steady_rows:
             buckets = rank.steps.buckets
-            chosen = np.isin(buckets.row, rows[self.num_warmup :])
+            chosen = np.isin(buckets.row, rows)
             ended_s = buckets.ended_s[chosen]
             at_s = rank.clock.to_rank0(rank.steps.at_s[buckets.row[chosen]] + ended_s)
             found.append((buckets.started_s[chosen], ended_s, at_s))
@@ -267,12 +270,11 @@ class Summary:
 
     @cached_property
     def links(self) -> list[Link]:
-        """Links between hosts in both directions, sorted by the names of hosts."""
-        sent: dict[tuple[str, str], float] = {}
+        """Links between hosts in both directions, those that carry most first."""
+        sent: defaultdict[tuple[str, str], float] = defaultdict(float)
         for rank in self.ranks:
             for host, nbytes in rank.sent.items():
-                pair = rank.start.host, host
-                sent[pair] = sent.get(pair, 0.0) + nbytes / max(1, len(rank.steps))
+                sent[rank.start.host, host] += nbytes / max(1, len(rank.steps))
         busy_s = float(self.exchange_busy_s.mean())
         speeds = {rank.start.host: rank.start.link_bytes_per_s for rank in self.ranks}
         return [
@@ -283,14 +285,9 @@ class Summary:
                 bytes_per_s=nbytes / busy_s if busy_s else float("nan"),
                 nominal_bytes_per_s=_slower(speeds.get(source, 0.0), speeds.get(target, 0.0)),
             )
-            for (source, target), nbytes in sorted(sent.items())
+            for (source, target), nbytes in sorted(sent.items(), key=lambda x: (-x[1], x[0]))
             if source != target
         ]
-
-    @property
-    def busiest_links(self) -> list[Link]:
-        """Links between hosts, those that carry most first."""
-        return sorted(self.links, key=lambda link: -link.nbytes_per_step)
 
     def slowest_steps(self) -> list[SlowStep]:
         """Return at most five steps that took over 1.5 times the median, the slowest first."""

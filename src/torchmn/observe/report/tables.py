@@ -50,7 +50,7 @@ def scaling_of(summaries: Sequence[Summary]) -> Scaling:
     """Compare runs of the same training on several numbers of ranks."""
     rates = [summary.samples_per_s for summary in summaries]
     if any(rate is None for rate in rates):
-        rates = [summary.run.size * summary.steps_per_s for summary in summaries]
+        rates = [summary.run.size / summary.step_s for summary in summaries]
         unit = "rank steps/s"
     else:
         unit = "samples/s"
@@ -129,7 +129,7 @@ def links_table(summary: Summary) -> Table:
                 bits(link.bytes_per_s),
                 bits(link.nominal_bytes_per_s) if link.nominal_bytes_per_s else "unknown",
             )
-            for link in summary.busiest_links
+            for link in summary.links
         ],
     )
 

@@ -37,12 +37,7 @@ def show(
         console.print(_run(summary, findings))
     if scaling is not None:
         console.print(_scaling(scaling))
-    _show_comparison(console, compared)
-
-
-def _show_comparison(console: Console, compared: Comparison | None) -> None:
     if compared is not None:
-        console.print(Text(f"A is {compared.a}\nB is {compared.b}"))
         console.print(Text(compared.text, style="bold"))
 
 
@@ -57,7 +52,8 @@ def show_findings(
             console.print(Text(str(summary.run.folder), style="bold"))
         for part in _findings(findings):
             console.print(part)
-    _show_comparison(console, compared)
+    if compared is not None:
+        console.print(Text(compared.text, style="bold"))
 
 
 def _findings(findings: Sequence[Finding]) -> list[RenderableType]:

@@ -47,7 +47,7 @@ from torchmn.control.processes import (
 )
 from torchmn.run.elastic.rendezvous import ROLE
 from torchmn.run.host_checks import find_problem, versions
-from torchmn.run.job import worker_command
+from torchmn.run.job import time_to_save, worker_command
 from torchmn.run.preemption_notice import notice_now
 from torchmn.run.rank_environment import rank_variables
 
@@ -113,11 +113,10 @@ class Host:
 
     def _on_signals(self) -> None:
         for signum in self._wakeup.recv(64):
-            if signum == signal.SIGINT and self._leave and self._leave.signum == signum:
-                self._kill_at = 0.0  # a second Ctrl-C
-            elif signum in _ENDING_SIGNALS:
-                self._channel.post(HostLeaving(text=f"it received {signal_name(-signum)}"))
-                self._go(Shutdown(signum=signum, text=""), self._grace_after(signum))
+            if signum in _ENDING_SIGNALS and self._leave is None:
+                self._leave_after(signum)
+            elif signum == signal.SIGINT:
+                self._kill_at = 0.0  # Ctrl-C while this host leaves: at once
         for pid, returncode in reap_children():
             if pid in self._agents:
                 self._agents.discard(pid)
@@ -176,6 +175,7 @@ class Host:
         if self._has_failed:
             self._end_agents(signal.SIGTERM)
         if time.monotonic() > self._kill_at:
+            # The kernel kills their scripts with them, as each has asked it to.
             for pid in self._agents:
                 send(pid, signal.SIGKILL)
 
@@ -199,16 +199,21 @@ class Host:
             for pid in self._agents:
                 send(pid, signum)
 
-    def _grace_after(self, signum: int) -> float | None:
-        """How long agents may take after a signal from outside: after SIGTERM they save."""
-        if signum != signal.SIGTERM or self._job is None:
-            return None
-        return math.inf if self._job.signal_grace_s is None else self._job.signal_grace_s
+    def _leave_after(self, signum: int) -> None:
+        """Leave the job after a signal to this host."""
+        self._channel.post(HostLeaving(text=f"it received {signal_name(-signum)}"))
+        self._leave = Shutdown(signum=signum, text="")
+        if signum == signal.SIGHUP or self._job is None:
+            self._end_agents(signum)
+            return
+        # Ctrl-C here does not end the job: the others go on from where all ranks have saved.
+        say(time_to_save(signum, self._job.signal_grace_s))
+        self._end_agents(signal.SIGTERM, self._job.signal_grace_s)
 
-    def _go(self, leave: Shutdown, grace_s: float | None = None) -> None:
+    def _go(self, leave: Shutdown) -> None:
         if self._leave is None:
             self._leave = leave
-            self._end_agents(leave.signum, grace_s)
+            self._end_agents(leave.signum)
 
 
 def main() -> int:

@@ -1,7 +1,6 @@
 """An elastic job, and the commands of its hosts."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from torchmn.base.errors import UsageError
 from torchmn.cluster.environment_variables import (
@@ -15,26 +14,12 @@ from torchmn.cluster.environment_variables import (
 from torchmn.control.codec import encode
 from torchmn.control.messages import JobOrder
 from torchmn.run.elastic.host_main import RunHost
-from torchmn.run.elastic.rendezvous_state import JOIN_TIMEOUT_S, Limits
+from torchmn.run.elastic.rendezvous_state import JOIN_TIMEOUT_S
 from torchmn.run.job import Command, Job
 from torchmn.run.starters.remote import is_carried, remote_shell_name, to_host
 
 # What agents must have from the launcher; see `torchmn.run.rank_environment.worker_environment`.
 _ORDERED = (BACKEND_VARIABLE, HOSTS_VARIABLE, PROFILE_VARIABLE, TRANSPORT_VARIABLE)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ElasticJob:
-    """A job whose hosts may be lost and come back.
-
-    ``meeting`` is the address and the port at which hosts that know the secret may join; ``None``
-    if only those of ``job`` take part. Then ``node_rank`` of the launcher's host has no meaning.
-    """
-
-    job: Job
-    limits: Limits
-    meeting: tuple[str, int] | None = None
-    node_rank: int = 0
 
 
 def parse_elastic(text: str) -> tuple[int, int, float]:
@@ -55,9 +40,9 @@ def parse_elastic(text: str) -> tuple[int, int, float]:
     return minimum, maximum, float(seconds[0] if seconds else JOIN_TIMEOUT_S)
 
 
-def job_order(elastic: ElasticJob, env: Mapping[str, str], supervisor: str) -> JobOrder:
+def job_order(job: Job, env: Mapping[str, str], supervisor: str) -> JobOrder:
     """Return what the launcher tells each host. ``supervisor`` is the address for its agents."""
-    job = elastic.job
+    # A host that joins has an environment of its own, in which these are missing.
     known = {name: env[name] for name in _ORDERED if name in env}
     return JobOrder(
         cwd=str(job.cwd),
@@ -69,17 +54,15 @@ def job_order(elastic: ElasticJob, env: Mapping[str, str], supervisor: str) -> J
     )
 
 
-def host_process(
-    elastic: ElasticJob, env: Mapping[str, str], host: str, *, rendezvous: str
-) -> Command:
+def host_process(job: Job, env: Mapping[str, str], host: str, *, rendezvous: str) -> Command:
     """Return the command that runs one host's part of the job, with its order as input."""
-    job = elastic.job
     order = RunHost(
         host=host,
         slots=next(each.slots for each in job.hosts if each.name == host),
         secret=job.secret,
         rendezvous=rendezvous,
-        node_rank=None if elastic.meeting is None else elastic.node_rank,
+        node_rank=None if job.meeting is None else job.node_rank,
+        # On the standard input, not on the command line: other users can read that.
         env={
             name: text
             for name, text in env.items()

@@ -15,7 +15,7 @@ from contextlib import closing
 from torchmn.base.errors import LaunchError, shell_code
 from torchmn.base.log import Log
 from torchmn.cluster.gpus import count_gpus
-from torchmn.cluster.network import is_this_host, own_routes
+from torchmn.cluster.network import own_routes
 from torchmn.cluster.units import counted
 from torchmn.control.job_secret import given_secret
 from torchmn.run.elastic.host_main import RunHost, take_part
@@ -25,17 +25,6 @@ from torchmn.run.rank_environment import without_launcher
 
 _log = Log(__name__)
 _PAUSE_S = 0.5
-
-
-def is_launcher(options: RunOptions) -> bool:
-    """Whether the job starts here: no address is given, or this host has it.
-
-    Example:
-        >>> from torchmn.run.plan import RunOptions
-        >>> is_launcher(RunOptions(argv=("python", "train.py"), elastic="1:4"))
-        True
-    """
-    return options.meeting is None or is_this_host(options.meeting[0])
 
 
 def join_job(options: RunOptions, env: Mapping[str, str]) -> int:

@@ -71,11 +71,10 @@ class RoundEnding:
 
 @dataclass(frozen=True, kw_only=True)
 class HostLost:
-    """Decision to give up a host whose connection is lost, as expected if ``has_left``."""
+    """Decision to give up a host whose connection is lost; ``text`` says why, for the user."""
 
     host: str
     text: str
-    has_left: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,11 +174,8 @@ class RendezvousState:
             if self._phase == "running":
                 text = f"{host} joined; waiting for the next checkpoint."
                 self._decisions.append(UserMessage(text=text))
-        elif before == "running" and self._leavers and self._limits.is_fixed:
-            self._end("; ".join(self._leavers))
         elif before == "running" and self._leavers:
-            self._has_loss = True
-            self._gather("; ".join(self._leavers), now)
+            self._go_on_without(now, "; ".join(self._leavers))
         elif before == "running":
             self._has_failure = True
             # Its ranks may have ended because others did, on any host.
@@ -233,18 +229,14 @@ class RendezvousState:
         host_state = self._connected.pop(host, None)
         if host_state is None or self._phase == "over":
             return
-        has_left = bool(host_state.leaves)
-        self._decisions.append(
-            HostLost(host=host, text=host_state.leaves or why, has_left=has_left)
-        )
+        text = f"{host} left" if host_state.leaves else f"{host} was lost"
+        details = f": {host_state.leaves or why}"
+        self._decisions.append(HostLost(host=host, text=text + details))
         if host not in self._started:
             self._hosts.remove(host)
-        is_done = host_state.state == "finished" or (has_left and host_state.state == "ready")
-        if host in self._members and not is_done and self._limits.is_fixed:
-            self._end(f"{host} {'left' if has_left else 'was lost'}: {host_state.leaves or why}")
-        elif host in self._members and not is_done:
-            self._has_loss = True
-            self._gather(f"{host} {'left' if has_left else 'was lost'}", now)
+        has_gone = bool(host_state.leaves) and host_state.state == "ready"
+        if host in self._members and host_state.state != "finished" and not has_gone:
+            self._go_on_without(now, text, details)
         if self._phase == "gathering" and self._number == 0:
             self._absent.add(host)
         self._start_if_complete(now)
@@ -322,6 +314,14 @@ class RendezvousState:
     @property
     def _is_stopping(self) -> bool:
         return any(host_state.state == "stopping" for host_state in self._connected.values())
+
+    def _go_on_without(self, now: float, why: str, details: str = "") -> None:
+        """Have the other hosts gather, or end the job if their number is fixed."""
+        if self._limits.is_fixed:
+            self._end(why + details)
+        else:
+            self._has_loss = True
+            self._gather(why, now)
 
     def _gather(self, why: str, now: float) -> None:
         """Have all hosts end their ranks and gather."""

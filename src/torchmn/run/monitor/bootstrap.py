@@ -74,6 +74,7 @@ def main() -> None:
     status, unprinted = 0, ""
     has_log = monitor is not None and monitor.has_log
     try:
+        _unblock_interrupt()
         if sys.argv[0] == "-m":
             del sys.argv[0]
             _run_module(sys.argv[0], folder="" if _is_path_safe() else os.getcwd())
@@ -116,6 +117,13 @@ def main() -> None:
         _end_record(status)
         if monitor is not None:
             monitor.script_exits(0 if status == 128 + signal.SIGINT else status, unprinted)
+
+
+def _unblock_interrupt() -> None:
+    """Let Ctrl-C through, which the agent has blocked; one that came before ends the process."""
+    handler = signal.signal(signal.SIGINT, signal.SIG_DFL)  # without a traceback of this module
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    signal.signal(signal.SIGINT, handler)
 
 
 def _print_nothing(*_: object) -> None:

@@ -11,26 +11,19 @@ def commands(
     job: Job, env: Mapping[str, str], *, master_addr: str, master_port: int
 ) -> list[Command]:
     """Return the command of one torchrun per host, with a rendezvous on the first host."""
-    return [
-        _on_host(job, env, inter_rank, master_addr, master_port)
-        for inter_rank in range(len(job.hosts))
-    ]
-
-
-def _on_host(
-    job: Job, env: Mapping[str, str], inter_rank: int, master_addr: str, master_port: int
-) -> Command:
-    ranks = job.ranks_on(inter_rank)
-    options = ["--nnodes", str(len(job.hosts)), "--node-rank", str(inter_rank)]
-    options += ["--nproc-per-node", str(len(ranks))]
-    options += ["--master-addr", master_addr, "--master-port", str(master_port)]
-    command = Command(
-        (
-            *(sys.executable, "-m", "torch.distributed.run", *options, *job.launcher_args),
-            *("-m", WORKER_MODULE),
-        ),
-        env,
-        name=f"torchrun on {job.hosts[inter_rank].name}",
-        ranks=ranks,
-    )
-    return node_command(job, inter_rank, env, [command]) if job.has_other_hosts else command
+    found = []
+    meeting = ["--nnodes", str(len(job.hosts)), "--master-addr", master_addr]
+    meeting += ["--master-port", str(master_port)]
+    for inter_rank, host in enumerate(job.hosts):
+        ranks = job.ranks_on(inter_rank)
+        place = ["--node-rank", str(inter_rank), "--nproc-per-node", str(len(ranks))]
+        options = [*meeting, *place, *job.launcher_args, "-m", WORKER_MODULE]
+        command = Command(
+            (sys.executable, "-m", "torch.distributed.run", *options),
+            env,
+            name=f"torchrun on {host.name}",
+            ranks=ranks,
+        )
+        is_elsewhere = job.has_other_hosts
+        found.append(node_command(job, inter_rank, env, [command]) if is_elsewhere else command)
+    return found

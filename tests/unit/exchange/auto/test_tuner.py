@@ -17,6 +17,7 @@ from torchmn.exchange.auto import tuner
 from torchmn.exchange.auto.predict import Plan
 from torchmn.exchange.options import Auto
 from torchmn.exchange.schedules import DoubleBuffering, EveryStep
+from torchmn.record.timeline import GpuClock
 from torchmn.testing import run_ranks
 
 MAX_TURNS = 2 * tuner.MAX_TRIALS + 1
@@ -133,6 +134,83 @@ def test_shared_memory_leaves_nothing_to_choose() -> None:
         assert "nothing crosses a network" in optimizer.tuner.reason
 
     run_ranks(rank_main, 2, name="single_node")
+
+
+@pytest.mark.parametrize(
+    ("default_s", "other_s", "is_selected"),
+    [
+        ([1.00, 1.10], [0.90, 0.97], True),
+        ([1.00, 1.10], [0.50, 0.99], False),  # no 2 % faster in its second turn
+        ([1.00, 0.80], [0.85, 0.86], False),  # the default has been faster
+    ],
+)
+def test_a_plan_is_selected_if_it_is_faster_in_both_turns(
+    default_s: list[float], other_s: list[float], is_selected: bool
+) -> None:
+    def rank_main(comm):
+        _, optimizer = wrap(comm, codec=Auto(lossy=True))
+        chosen = optimizer.tuner
+        default, other = (
+            Plan(schedule="every_step", codec=codec, bucket_bytes=1 << 20)
+            for codec in ("float32", "int8")
+        )
+        chosen._default = default
+        chosen.trials = [
+            tuner.Trial(plan, step_s)
+            for pair in zip(default_s, other_s, strict=True)
+            for plan, step_s in zip((default, other), pair, strict=True)
+        ]
+        chosen._try_next()
+        assert chosen.plan == (other if is_selected else default)
+        assert ("the first is kept" in chosen.reason) != is_selected
+        assert f"{1e3 * min(other_s):.1f} ms" in chosen.reason
+
+    run_ranks(rank_main, 1)
+
+
+class Stream(GpuClock):
+    """A stand-in for a GPU: the host marks moments at once, and their times are known later."""
+
+    def __init__(self) -> None:
+        self.at_s, self.num_asked = 0.0, 0
+
+    def mark(self) -> float:
+        return self.at_s
+
+    def is_over(self, mark: float) -> bool:
+        self.num_asked += 1
+        return self.num_asked > 3
+
+    def seconds(self, begin: float, end: float) -> float:
+        assert self.num_asked > 3, "asked for a time before the GPU had passed it"
+        return end - begin
+
+
+def test_times_are_those_of_the_device_without_the_wait_for_the_exchange() -> None:
+    clock, first, last = Stream(), torch.zeros(2, 3), torch.zeros(3)
+    num_raised = []
+    timer = tuner.StepTimer(clock, lambda: num_raised.append(None))
+    for wait_s in (5.0, 2.0, 3.0):
+        clock.at_s += 10.0  # forward
+        for parameter, after_s in ((last, 0.0), (first, 4.0)):
+            clock.at_s += after_s
+            timer._record(parameter)
+        clock.at_s += 1.0
+        with timer.waiting():
+            clock.at_s += wait_s
+        clock.at_s += 0.5
+        timer.step_ended()
+    assert timer.num_steps == 3
+    facts = timer.facts(3)
+    assert len(num_raised) == 3  # while it has waited for the GPU
+    assert facts.compute_s == pytest.approx(15.5)
+    assert facts.backward_s == pytest.approx(5.0)
+    assert [(gradient.numel, gradient.ready_s) for gradient in facts.gradients] == [
+        (3, 0.0),
+        (6, pytest.approx(4.0)),
+    ]
+    timer.restart()
+    assert timer.num_steps == 0
 
 
 def test_a_saved_plan_is_used_again_bit_equal() -> None:

@@ -122,6 +122,26 @@ def test_charts_show_the_late_rank(summaries: list[Summary]) -> None:
     assert len(re.findall(r"<title>step \d+: ", over_time)) == 60
 
 
+def test_peaks_are_where_they_were_and_equally_high(tmp_path: Path) -> None:
+    """There are more steps than places: two share one, in the whole run."""
+    peaks = dict.fromkeys((20, 100, 161), (0, "other", 0.2))
+    run = ImitatedRun(num_ranks=2, num_steps=184, slow_steps=peaks, jitter=0.0)
+    summary = summary_of(run, tmp_path)
+    by_title = {chart.title: chart.drawing for chart in run_charts(summary)}
+    over_time = by_title["Where the time of a step goes, over the run"]
+    heights = {
+        int(step): float(ms)
+        for step, ms in re.findall(r"<title>step (\d+):[^<]*other ([.\d]+) ms", over_time)
+    }
+    high = {step: ms for step, ms in heights.items() if ms > 10}
+    assert list(high) == [20, 100, 160]
+    assert max(high.values()) == pytest.approx(min(high.values()), rel=0.05)
+    late = by_title["Which rank is late, and when"].partition(f"<path fill='{shade(1.0)}'")[2]
+    cells = re.findall(r"M(\d+) 0h(\d+)", late.partition("/>")[0])
+    assert [round(int(begin) * 184 / UNITS) for begin, _ in cells] == [20, 100, 160]
+    assert all(int(width) * 184 / UNITS == pytest.approx(2, abs=0.2) for _, width in cells)
+
+
 def test_many_ranks_and_steps_make_a_small_page(tmp_path: Path) -> None:
     imitated = ImitatedRun(num_ranks=200, ranks_per_host=2, num_steps=300, bucket_nbytes=(1000,))
     summary = summary_of(imitated, tmp_path)

@@ -113,7 +113,7 @@ def test_a_host_that_connects_again_was_lost(job: Job) -> None:
     job.enter("b")
     job.next_of(a, Round)
     again = job.enter("b")
-    assert job.decided(HostLost) == [HostLost(host="b", text="it connected again")]
+    assert job.decided(HostLost) == [HostLost(host="b", text="b was lost: it connected again")]
     job.next_of(a, Restart)
     a.post(HostReady())
     found = job.next_of(again, Round)
@@ -128,7 +128,8 @@ def test_a_host_whose_process_does_not_answer_is_lost(job: Job) -> None:
     job.now = 40.0  # both were asked at 0
     job.serve()
     texts = {each.text for each in job.decided(HostLost) if isinstance(each, HostLost)}
-    assert texts == {"its process has not answered for 40 s: it is stopped or hangs"}
+    silent = "its process has not answered for 40 s: it is stopped or hangs"
+    assert texts == {f"{host} was lost: {silent}" for host in "ab"}
 
 
 def test_a_connection_that_ends(job: Job) -> None:
@@ -136,7 +137,9 @@ def test_a_connection_that_ends(job: Job) -> None:
     job.join("b").close()
     while not job.decided(HostLost):
         job.serve()
-    assert job.decided(HostLost) == [HostLost(host="b", text="its connection was closed")]
+    assert job.decided(HostLost) == [
+        HostLost(host="b", text="b was lost: its connection was closed")
+    ]
 
 
 def test_a_host_that_cannot_take_part_says_why(job: Job) -> None:
@@ -147,4 +150,4 @@ def test_a_host_that_cannot_take_part_says_why(job: Job) -> None:
     while not job.decided(HostLost):
         job.serve()
     (lost,) = job.decided(HostLost)
-    assert lost == HostLost(host="b", text="there is no folder /work", has_left=True)
+    assert lost == HostLost(host="b", text="b left: there is no folder /work")

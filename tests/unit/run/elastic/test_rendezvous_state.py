@@ -336,7 +336,7 @@ def test_a_host_that_leaves_is_in_no_further_round() -> None:
     assert (found.num_restarts, found.reason) == (0, "b leaves: AWS takes it")
     assert not play.rounds.will_continue
     play.lose("b")
-    assert play.decided(HostLost) == HostLost(host="b", text="AWS takes it", has_left=True)
+    assert play.decided(HostLost) == HostLost(host="b", text="b left: AWS takes it")
     play.join("b")
     play.rounds.on_checkpoint_saved(10, play.now)
     play.arrive("a")
