@@ -58,6 +58,7 @@ class HierarchicalRoute(BetweenNodes):
     def _sum_(self, block: ReduceBlock, algorithm: AllReduceAlgorithm) -> None:
         if self._node.size > 1:
             self._node.reduce_(block.buffer, 0)
+        # Only the leader's buffer is defined now: it alone takes part in what crosses the network.
         if self._leaders is not None:
             self._sum_over_leaders_(self._leaders, block, algorithm)
         if self._node.size > 1:
