@@ -190,6 +190,7 @@ class Trainer:
                 share = total.num_samples / shared.communicator.size
                 shared.reducer.contribution.mean_samples = share
             if loss is None:
+                # There was no backward pass, whose hooks begin the exchange: the others wait in it.
                 shared.reducer.exchange_now()
         is_scaled = False
         for optimizer in self.optimizers:
