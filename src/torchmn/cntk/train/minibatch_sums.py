@@ -32,7 +32,9 @@ def start_sum(own: MinibatchSums, comm: Communicator | None) -> Callable[[], Min
     where = next((v.device for v in values if isinstance(v, Tensor)), torch.device("cpu"))
     row = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=where) for v in values])
     is_there: torch.cuda.Event | None = None
-    if row.is_cuda:  # the engine's thread waits for the forward pass, and this one continues
+    if row.is_cuda:
+        # A copy that the stream makes after the forward pass: the engine's thread waits for it by
+        # the event, so that this thread goes on to queue the kernels of backward.
         row = torch.empty(4, dtype=row.dtype, device="cpu", pin_memory=True).copy_(
             row, non_blocking=True
         )
@@ -44,6 +46,7 @@ def start_sum(own: MinibatchSums, comm: Communicator | None) -> Callable[[], Min
             is_there.synchronize()
         comm.world.all_reduce_(row)
 
+    # In the engine's queue, before the buckets of backward: all ranks run both in this order.
     work = comm.engine.submit(add)
 
     def wait() -> MinibatchSums:
