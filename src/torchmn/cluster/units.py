@@ -16,8 +16,8 @@ def counted(number: float, noun: str, spec: str = "") -> str:
 
     >>> counted(1, "rank"), counted(2, "rank"), counted(0.46, "core", ".2g")
     ('1 rank', '2 ranks', '0.46 cores')
-    >>> counted(2, "pass")
-    '2 passes'
+    >>> counted(2, "pass"), counted(2, "batch")
+    ('2 passes', '2 batches')
     """
     text = format(number, spec)
     return f"{text} {noun if text == '1' else _plural(noun)}"
@@ -60,4 +60,4 @@ def grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
 
 
 def _plural(noun: str) -> str:
-    return f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{noun}es" if noun.endswith(("s", "ch")) else f"{noun}s"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,7 @@ def rows_of(batch: Any, begin: int, end: int, num: int) -> Any:
         elif isinstance(field, (list, tuple)) and _has_samples(field, num):
             return field[begin:end]
         elif isinstance(field, (Mapping, list, tuple)) or dataclasses.is_dataclass(field):
-            return _mapped(field, rows)
+            return mapped(rows, field)
         elif isinstance(field, _CONSTANTS):
             return field
         raise UsageError(
@@ -48,7 +48,7 @@ def rows_of(batch: Any, begin: int, end: int, num: int) -> Any:
     if type(batch) is list and is_list_of_samples(batch):
         return batch[begin:end]
     is_container = isinstance(batch, (Mapping, list, tuple))
-    return _mapped(batch, rows) if is_container else rows(batch)
+    return mapped(rows, batch) if is_container else rows(batch)
 
 
 def _has_samples(items: list[Any] | tuple[Any, ...], num: int) -> bool:
@@ -58,19 +58,26 @@ def _has_samples(items: list[Any] | tuple[Any, ...], num: int) -> bool:
     )
 
 
-def _mapped(fields: Any, function: Callable[[Any], Any]) -> Any:
-    """Apply a function to the fields of a container, and return a container of its class."""
+def mapped(function: Callable[..., Any], fields: Any, *others: Any) -> Any:
+    """Apply a function to the fields of containers with the same ones; of the class of the first.
+
+    >>> mapped(max, {"x": 1, "y": 5}, {"x": 3, "y": 4})
+    {'x': 3, 'y': 5}
+    """
     if isinstance(fields, Mapping):
-        mapped = {key: function(value) for key, value in fields.items()}
-        if type(fields) is dict or not hasattr(fields, "update"):
-            return mapped
+        values = {
+            key: function(value, *(other[key] for other in others)) for key, value in fields.items()
+        }
+        if type(fields) is dict or not isinstance(fields, MutableMapping):
+            return values
         copied: Any = copy.copy(fields)  # of its own class, which may have methods: `to(device)`
-        copied.update(mapped)
+        copied.update(values)
         return copied
     if dataclasses.is_dataclass(fields):
+        names = [each.name for each in dataclasses.fields(fields)]
         own = {
-            each.name: function(getattr(fields, each.name)) for each in dataclasses.fields(fields)
+            name: function(*(getattr(each, name) for each in (fields, *others))) for name in names
         }
         return dataclasses.replace(fields, **own)  # type: ignore[type-var]
-    items = map(function, fields)
+    items = map(function, fields, *others)
     return type(fields)(*items) if hasattr(fields, "_fields") else type(fields)(items)

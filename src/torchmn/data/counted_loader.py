@@ -116,6 +116,8 @@ class _Loop:
 
     def __next__(self) -> Any:
         self._pass.thread = threading.get_ident()
+        if self._pass.before_next is not None:
+            self._pass.before_next()
         try:
             batch = next(self._batches)
         except StopIteration:

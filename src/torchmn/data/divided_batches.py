@@ -14,7 +14,10 @@ from array import array
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import torch
+
 from torchmn.data import rank_seeds
+from torchmn.data.batch_shares import in_proportion
 
 if TYPE_CHECKING:
     from torchmn.comm import Communicator
@@ -33,8 +36,7 @@ class Part(NamedTuple):
 
 def proportion_of(sizes: Sequence[int]) -> int:
     """A number for the proportion of ranks' parts, the same on all ranks: see `Part`. Local."""
-    share, rest = divmod(sum(sizes), len(sizes))
-    if [*sizes] == [share + (rank < rest) for rank in range(len(sizes))]:
+    if [*sizes] == in_proportion(sum(sizes), [1] * len(sizes)):
         return 0
     return 1 + zlib.crc32(repr([size // math.gcd(*sizes) for size in sizes]).encode())
 
@@ -73,6 +75,7 @@ class LoaderPass:
         self.was_left = False  # whether nothing holds its iterator any more
         self.is_over = False  # either: the script will receive no more of it
         self.thread = 0  # that in which the last batch was received
+        self.before_next: Callable[[], None] | None = None  # called at the script's requests
         self.streams = rank_seeds.current()
         # The parts to train with, as they were drawn: the columns of `Part`.
         self.own, self.all, self.proportions = array("q"), array("q"), array("q")
@@ -161,8 +164,13 @@ class DividedBatches:
         """Forget the passes that are over; of these only the sizes of batches remain known."""
         self.passes = [each for each in self.passes if not each.is_over]
 
-    def facts_now(self) -> dict[int, Any]:
-        """The values to compare in the pass that begins, by the number of the fact."""
+    def facts_now(self, size: int) -> dict[int, Any]:
+        """The values that ``size`` ranks compare in the pass that begins, by number of the fact.
+
+        There are none if the pass does not train.
+        """
+        if size == 1 or not torch.is_grad_enabled():
+            return {}
         now = {
             number: fact.at_pass()
             for number, found in enumerate(self.facts)

@@ -9,7 +9,7 @@ and resume on another without losing or repeating a sample.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
@@ -19,11 +19,12 @@ from torch.utils.data import default_collate
 from torchmn.base.errors import CheckpointWarning, UsageError
 from torchmn.base.warn import warn
 from torchmn.comm.training_start import training_steps
+from torchmn.data.batch_rows import mapped
 from torchmn.data.batch_settings import BatchSettings, HasBatchSettings
 from torchmn.data.batch_shares import BatchShares
 from torchmn.data.counted_loader import PassSampler
 from torchmn.data.dataset_comparison import raise_if_datasets_differ
-from torchmn.data.divided_batches import LoaderPass, divided_batches
+from torchmn.data.divided_batches import LoaderPass, divided_batches, proportion_of
 from torchmn.data.equal_arguments import raise_if_ranks_differ
 from torchmn.data.permutations import Order, keyed_permutation
 from torchmn.data.sub_dataset import SizedDataset
@@ -254,6 +255,8 @@ class GlobalSampler(PassSampler):
         self._is_ahead = not one_pass.is_of_loader and last is not None and last.num_drawn == 0
         self._start = self._reached(is_left=True)
         self._num_steps_before = training_steps(self._comm).count
+        self.shares.begin_pass()
+        one_pass.before_next = self.shares.before_next
 
     def _parts(self, one_pass: LoaderPass) -> Iterator[list[int]]:
         return self._parts_from(self._start, one_pass)
@@ -272,7 +275,7 @@ class GlobalSampler(PassSampler):
                 begin = sum(sizes[: self.rank])
                 end = begin + sizes[self.rank]
                 if torch.is_grad_enabled():
-                    one_pass.add(end - begin, len(batch))
+                    one_pass.add(end - begin, len(batch), proportion_of(sizes))
                 yield [int(index) for index in batch[begin:end]]
         if self.dataset_length == 0:
             self._go_to(state["epoch"] + 1)
@@ -469,19 +472,12 @@ def _without_rows(batch: Any, two: Any) -> Any:
     if isinstance(batch, (torch.Tensor, np.ndarray)):
         longer = [dim for dim in range(batch.ndim) if batch.shape[dim] != two.shape[dim]]
         return batch[(slice(None),) * (longer[0] if len(longer) == 1 else 0) + (slice(0),)]
-    if isinstance(batch, Mapping):
-        empty = {key: _without_rows(value, two[key]) for key, value in batch.items()}
-        if not isinstance(batch, MutableMapping):
-            return empty
-        mapping = copy.copy(batch)  # of its own class, which may have methods: `to(device)`
-        mapping.update(empty)
-        return mapping
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*map(_without_rows, batch, two))
-    if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
-        if len(batch) != len(two) or all(isinstance(value, (str, bytes)) for value in batch):
-            return type(batch)()  # of one element per sample
-        return type(batch)(map(_without_rows, batch, two))  # type: ignore[call-arg]
+    is_text = isinstance(batch, (str, bytes))
+    has_items = isinstance(batch, Sequence) and not is_text and not hasattr(batch, "_fields")
+    if has_items and (len(batch) != len(two) or all(isinstance(x, (str, bytes)) for x in batch)):
+        return type(batch)()  # of one element per sample
+    if has_items or isinstance(batch, (Mapping, tuple)):
+        return mapped(_without_rows, batch, two)
     if isinstance(batch, (int, float, str, bytes, type(None))) and batch == two:
         return batch
     raise UsageError(

@@ -53,6 +53,17 @@ def rank_seed(seed: int, rank: int) -> int:
     return int.from_bytes(digest[:4], "little")
 
 
+def rank_generator(generator: torch.Generator | None, rank: int) -> torch.Generator | None:
+    """The generator of a DataLoader on a rank: others than rank 0 have one of their own. Local.
+
+    It seeds the workers, whose augmentation would be the same on all ranks.
+    """
+    if rank == 0 or generator is None:
+        return generator
+    own = torch.Generator(device="cpu")
+    return own.manual_seed(rank_seed(generator.initial_seed(), rank))
+
+
 class RandomStreams:
     """The generators of this rank: Python's, numpy's, torch's on the CPU and on its GPU.
 

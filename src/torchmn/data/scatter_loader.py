@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, get_args, overload
 
-import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from torchmn.base.errors import raise_if_unknown
@@ -27,8 +26,8 @@ from torchmn.data.scattered_stream import (
     ReadBy,
     ScatteredStream,
     StreamLoader,
-    share_held,
 )
+from torchmn.data.stream_parts import share_held
 from torchmn.data.sub_dataset import SubDataset, length_of
 
 if TYPE_CHECKING:
@@ -172,6 +171,7 @@ def _scattered(loader: Any, comm: Communicator, read_by: ReadBy | None) -> Any:
         batches = ScatteredBatches(batches, comm, loader.dataset)
     own: dict[str, Any] = {
         "batch_sampler": batches,
+        "generator": rank_seeds.rank_generator(loader.generator, comm.rank),
         "_iterator": None,  # persistent workers of the original have its batches
     }
     if hasattr(loader, "load_state_dict") and isinstance(batches, ScatteredBatches):
@@ -180,10 +180,6 @@ def _scattered(loader: Any, comm: Communicator, read_by: ReadBy | None) -> Any:
         own |= {"state_dict": batches.last_state, "load_state_dict": batches.load_state_dict}
     if comm.size > 1 and not isinstance(loader.collate_fn, EmptyBatchCollate):
         own["collate_fn"] = EmptyBatchCollate(loader.dataset, loader.collate_fn)
-    if comm.rank > 0 and loader.generator is not None:
-        # It seeds the workers, whose augmentation would be the same on all ranks.
-        seed = rank_seeds.rank_seed(loader.generator.initial_seed(), comm.rank)
-        own["generator"] = torch.Generator(device="cpu").manual_seed(seed)
     return loader_copy(loader, CountedLoader, **own)
 
 

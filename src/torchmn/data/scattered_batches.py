@@ -246,8 +246,7 @@ class ScatteredBatches(PassSampler):
         is_first = not own.state
         begins_training = is_first and torch.is_grad_enabled()
         known = contents(self._dataset) if begins_training else {}
-        is_compared = begins_training and self._comm.size > 1
-        facts = divided_batches(self._comm).facts_now() if is_compared else {}
+        facts = divided_batches(self._comm).facts_now(self._comm.size) if is_first else {}
         message: dict[str, Any] = {}
         error: Exception | None = None
         if self._comm.rank == 0:

@@ -27,6 +27,7 @@ from torchmn.data.batch_size import num_samples
 from torchmn.data.counted_loader import CountedPasses, LoopOfScript, loader_copy
 from torchmn.data.divided_batches import LoaderPass, divided_batches, proportion_of
 from torchmn.data.scatter import shard_bounds
+from torchmn.data.stream_position import positioned
 from torchmn.data.stream_reading import (
     END,
     NoRows,
@@ -34,7 +35,8 @@ from torchmn.data.stream_reading import (
     PartsCollate,
     StreamReading,
     StreamState,
-    entries_of,
+    divided,
+    recognizable,
 )
 from torchmn.data.sub_dataset import length_of
 
@@ -47,8 +49,6 @@ RANK_0, EACH_RANK = "rank_0", "each_rank"
 
 _READY_S = 0.01
 """A batch that takes longer to come was not ready: nothing more is read ahead."""
-_MIN_DISTINCT = 8
-"""Different entries of a batch from which on two equal batches are no coincidence."""
 
 
 class StreamLoader(Generic[Batch]):
@@ -135,7 +135,6 @@ class ScatteredStream(CountedPasses):
             self.length = min(lengths) if self._drops_last else max(lengths)
         self.state = StreamState(batches=0)
         self._resumed: StreamState | None = None
-        self._beginning: Any = None
         self._empty: Any = None
         """A batch of 0 rows, for steps of which this rank has read nothing."""
         self._no_rows: str | None = None
@@ -181,20 +180,18 @@ class ScatteredStream(CountedPasses):
             one_pass.streams.draw_apart()  # the seed of workers, as in `PassSampler.begin_pass`
         num = self.state["batches"]
         try:
-            position = self.state if num else None
-            reading = StreamReading(self._loader, num, position, self._beginning)
+            return StreamReading(self._loader, num, self.state if num else None)
         except Exception as error:
             return error
         finally:
             one_pass.streams.draw_together(has_seed_of_workers=True)
-        self._beginning = reading.beginning
-        return reading
 
     def _of_rank_0(
         self, reading: StreamReading | Exception | None, number: int, one_pass: LoaderPass
     ) -> Iterator[Any]:
         """This rank's parts of the batches that rank 0 reads. *Collective.*"""
-        comm, facts = self._comm, self._facts()
+        comm, batches = self._comm, divided_batches(self._comm)
+        facts = batches.facts_now(comm.size)
         while True:
             errors: list[Exception] = []
             messages: list[dict[str, Any]] | None = None
@@ -210,7 +207,7 @@ class ScatteredStream(CountedPasses):
             self._raise_first(errors, [own.get("problem")])
             if comm.rank > 0:
                 rank_seeds.follow(own["random"])
-                divided_batches(comm).compare_facts(comm, facts, own["facts"])
+                batches.compare_facts(comm, facts, own["facts"])
             if own["sizes"] is None:
                 self._end(one_pass)
                 return
@@ -228,8 +225,7 @@ class ScatteredStream(CountedPasses):
             parts = batch.batches
         else:
             num = _num_samples(batch)
-            bounds = [shard_bounds(num, size, r, force_equal_length=False) for r in range(size)]
-            parts = [(end - begin, rows_of(batch, begin, end, num)) for begin, end in bounds]
+            parts = divided(num, size, lambda begin, end: rows_of(batch, begin, end, num))
         sizes = [num for num, _ in parts]
         messages = []
         for num, part in parts:
@@ -248,7 +244,8 @@ class ScatteredStream(CountedPasses):
         Ranks tell each other the sizes of what they have read. With workers that may be several
         batches, of which as many are handed out as all ranks have whose share has not ended.
         """
-        comm, facts, is_first = self._comm, self._facts(), True
+        comm, batches, is_first = self._comm, divided_batches(self._comm), True
+        facts = batches.facts_now(comm.size)
         waiting: deque[_Waiting] = deque()
         position = StreamState()
         has_ended = False
@@ -265,11 +262,14 @@ class ScatteredStream(CountedPasses):
                 "no_rows": self._no_rows,
             }
             if is_first:
-                own |= {"facts": [*facts.items()], "first": _digest_of_first(waiting)}
+                own |= {
+                    "facts": [*facts.items()],
+                    "first": recognizable(waiting[0].batch) if waiting else "",
+                }
             everyone = allgather_for(comm, self._name_of("shares"), own)
             self._raise_first(errors, [theirs["problem"] for theirs in everyone])
             if is_first:
-                divided_batches(comm).compare_facts(comm, facts, everyone[0]["facts"])
+                batches.compare_facts(comm, facts, everyone[0]["facts"])
                 self._warn_if_equal([theirs["first"] for theirs in everyone])
             is_first = False
             num, is_last = self._agreed(everyone)
@@ -277,9 +277,10 @@ class ScatteredStream(CountedPasses):
             if torch.is_grad_enabled() and 0 in (size for sizes in steps for size in sizes):
                 self._share_empty([each["no_rows"] for each in everyone])
             for sizes in zip(*steps, strict=True):
-                batch = self._empty
                 if waiting:
                     _, batch, position = waiting.popleft()
+                else:  # new containers for each step, from which a script may take fields out
+                    batch = None if self._empty is None else rows_of(self._empty, 0, 0, 0)
                 number += 1
                 if self._hands_out(sizes, number, position, one_pass):
                     yield batch
@@ -339,7 +340,8 @@ class ScatteredStream(CountedPasses):
                 )
         if None in no_rows:
             empty = self._comm.bcast_obj(self._empty, no_rows.index(""))
-            self._empty = empty if self._empty is None else self._empty
+            if self._no_rows is None:
+                self._empty, self._no_rows = empty, ""
 
     def _hands_out(
         self, sizes: Sequence[int], number: int, position: StreamState, one_pass: LoaderPass
@@ -369,11 +371,6 @@ class ScatteredStream(CountedPasses):
     def _end(self, one_pass: LoaderPass) -> None:
         self.state, one_pass.is_exhausted = StreamState(batches=0), True
 
-    def _facts(self) -> dict[int, Any]:
-        """What ranks compare when a pass begins that trains; see `PassFact`. Local."""
-        is_compared = torch.is_grad_enabled() and self._comm.size > 1
-        return divided_batches(self._comm).facts_now() if is_compared else {}
-
     def _name_of(self, what: str) -> str:
         purpose = "train" if torch.is_grad_enabled() else "evaluate"
         return f"{what} of loader {self._number} of scatter_loader, a stream, to {purpose}"
@@ -394,45 +391,20 @@ def _loader_to_read(loader: Any, comm: Communicator, read_by: ReadBy) -> Any:
     """The loader that a rank reads. With a batch size, it makes the batches of ranks. Local."""
     if not isinstance(loader, DataLoader):
         return loader
-    own: dict[str, Any] = {"_iterator": None}  # persistent workers of the original
+    own: dict[str, Any] = {
+        "generator": rank_seeds.rank_generator(loader.generator, comm.rank),
+        "_iterator": None,  # persistent workers of the original
+    }
     batches: Any = loader.batch_sampler
-    if read_by == RANK_0:
-        if batches is not None:
-            own["collate_fn"] = PartsCollate(loader.collate_fn, comm.size)
-        return loader_copy(loader, **own)
-    if batches is not None:
+    if batches is not None and read_by == RANK_0:
+        own["collate_fn"] = PartsCollate(loader.collate_fn, comm.size)
+    elif batches is not None:
         begin, end = shard_bounds(
             loader.batch_size or 1, comm.size, comm.rank, force_equal_length=False
         )
         sampler = type(batches)(batches.sampler, end - begin, loader.drop_last)
         own |= {"batch_size": end - begin, "batch_sampler": sampler}
-    if comm.rank > 0 and loader.generator is not None:
-        # It seeds the workers, whose augmentation would be the same on all ranks.
-        seed = rank_seeds.rank_seed(loader.generator.initial_seed(), comm.rank)
-        own["generator"] = torch.Generator(device="cpu").manual_seed(seed)
-    return loader_copy(loader, **own)
-
-
-def share_held(stream: object, comm: Communicator, depth: int = 2) -> tuple[str, int]:
-    """What shows that a data set yields the share of one rank: it holds a rank and the size. Local.
-
-    Returns a description such as "rank=1 and world_size=2" and the rank; ("", -1) if it does not.
-    """
-    held = getattr(stream, "__dict__", {})
-    numbers = {name: value for name, value in held.items() if type(value) is int}
-    sizes = [
-        name
-        for name, value in numbers.items()
-        if ("size" in name or "world" in name) and "batch" not in name and value == comm.size
-    ]
-    ranks = {
-        name: value for name, value in numbers.items() if "rank" in name and "local" not in name
-    }
-    if ranks and sizes and comm.size > 1:
-        name = next((name for name, rank in ranks.items() if rank == comm.rank), [*ranks][0])
-        return f"{name}={ranks[name]} and {sizes[0]}={comm.size}", ranks[name]
-    found = (share_held(value, comm, depth - 1) for value in held.values() if depth)
-    return next((each for each in found if each[0]), ("", -1))
+    return positioned(loader_copy(loader, **own))
 
 
 def _read(reading: StreamReading | Exception) -> Any:
@@ -451,12 +423,6 @@ def _num_samples(batch: Any) -> int:
             "a tuple, list or dict of them; or give the DataLoader a batch_size."
         )
     return num
-
-
-def _digest_of_first(waiting: Sequence[_Waiting]) -> str:
-    """A digest of the first batch; "" if there is none, or if others could be equal by chance."""
-    found = entries_of(waiting[0].batch) if waiting else []
-    return str(found) if len({*found}) >= _MIN_DISTINCT else ""
 
 
 def _described(error: Exception) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import inspect
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from types import SimpleNamespace
@@ -18,16 +17,18 @@ from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from torchmn.base.errors import UsageError
 from torchmn.base.torch_private import tree_map
 from torchmn.data.global_sampler import EmptyBatchCollate
 from torchmn.data.sampler_randomness import capture, replayed
 from torchmn.data.scatter import shard_bounds
+from torchmn.data.stream_position import PositionedDataset, holder_of
 
 END = object()
 """In place of a batch after the last one."""
+_MIN_DISTINCT = 8
+"""Different entries of a batch from which on two equal batches are no coincidence."""
 
 
 class StreamState(TypedDict, total=False):
@@ -50,10 +51,9 @@ class StreamReading:
     """One pass over a stream, on a rank that reads it. Local.
 
     Args:
-        source: a loader or another iterable of batches.
+        source: a loader or another iterable of batches, as `positioned` returns it.
         num_seen: number of batches before the position with which the pass begins.
         position: where it begins; None for the beginning of the stream.
-        beginning: the ``beginning`` of an earlier pass, which has begun at a position.
 
     Raises UsageError: the stream cannot continue there.
     """
@@ -63,24 +63,17 @@ class StreamReading:
         source: Iterable[Any],
         num_seen: int = 0,
         position: StreamState | None = None,
-        beginning: Any = None,
     ) -> None:
-        own = getattr(source, "generator", None)
-        drawing = SimpleNamespace(generator=own, sampler=getattr(source, "dataset", None))
-        self._holder = _holder(source)
+        dataset = getattr(source, "dataset", None)
+        if isinstance(dataset, PositionedDataset):
+            dataset = dataset.dataset
+        drawing = SimpleNamespace(generator=getattr(source, "generator", None), sampler=dataset)
+        self._holder = holder_of(source)
         self._randomness = capture(drawing)
         self._digests = ["", ""]
-        self.beginning = beginning
-        """State of a data set that begins each pass at the state that it has loaded, before that;
-        None if none was loaded."""
         if position is None:
-            if beginning is not None:
-                self._holder.load_state_dict(beginning)
-                self.beginning = None
             self._batches = iter(source)
         elif "stream" in position and self._holder is not None:
-            if self._holder is not source and beginning is None:
-                self.beginning = copy.deepcopy(self._holder.state_dict())
             self._holder.load_state_dict(position["stream"])
             with replayed(self._randomness, drawing):  # whose seed of workers was drawn before
                 self._batches = iter(source)
@@ -117,21 +110,6 @@ class StreamReading:
         return own
 
 
-def _holder(source: Any) -> Any:
-    """What keeps the position of a stream: the loader, or its data set; None if nothing does."""
-    found = [source]
-    if isinstance(source, DataLoader) and source.num_workers == 0:  # else workers have copies
-        found.append(source.dataset)
-    for each in found:
-        if hasattr(each, "state_dict") and hasattr(each, "load_state_dict"):
-            try:
-                inspect.signature(each.state_dict).bind()
-            except TypeError:  # it wants to be told what was read, as that of litdata
-                continue
-            return each
-    return None
-
-
 class Parts(NamedTuple):
     """The batches of all ranks, as `PartsCollate` makes them."""
 
@@ -157,6 +135,12 @@ def entries_of(batch: Any) -> list[str]:
     return found
 
 
+def recognizable(batch: Any) -> str:
+    """A text that is the same for the same batch only; "" if others could be equal by chance."""
+    found = entries_of(batch)
+    return str(found) if len({*found}) >= _MIN_DISTINCT else ""
+
+
 def _digest(batch: Any) -> str:
     return hashlib.sha256(repr(entries_of(batch)).encode()).hexdigest()
 
@@ -170,17 +154,7 @@ class PartsCollate:
     def __call__(self, samples: list[Any]) -> Parts:
         """Return the parts of all ranks, the larger ones first."""
         collate = EmptyBatchCollate(samples, self.collate_fn)
-        parts = []
-        for rank in range(self.size):
-            begin, end = shard_bounds(len(samples), self.size, rank, force_equal_length=False)
-            batch: Any = None
-            try:
-                batch = collate(samples[begin:end])
-            except UsageError as error:
-                if end > begin:
-                    raise
-                batch = NoRows(str(error))  # which an evaluation does not need
-            parts.append((end - begin, batch))
+        parts = divided(len(samples), self.size, lambda begin, end: collate(samples[begin:end]))
         return Parts(_digest([samples[0], samples[-1]]), parts)
 
 
@@ -189,3 +163,19 @@ class NoRows:
 
     def __init__(self, why: str) -> None:
         self.why = why
+
+
+def divided(num_samples: int, size: int, part: Callable[[int, int], Any]) -> list[tuple[int, Any]]:
+    """The samples of each rank and ``part(begin, end)``: `NoRows` if that is empty and raises."""
+    parts = []
+    for rank in range(size):
+        begin, end = shard_bounds(num_samples, size, rank, force_equal_length=False)
+        batch: Any = None
+        try:
+            batch = part(begin, end)
+        except UsageError as error:
+            if end > begin:
+                raise
+            batch = NoRows(str(error))  # which an evaluation does not need
+        parts.append((end - begin, batch))
+    return parts

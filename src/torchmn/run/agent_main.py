@@ -52,6 +52,7 @@ def main() -> int:
             return 1
         share, beside = bind_cores(place, os.environ, available_processors())
         env = script_environment(os.environ, share, order.env, route)
+        # Until the script has ended: its own store binds the reserved port of rank 0 as well.
         with keeper, open_mpi_memory(env) as variables:
             on_host = (place.intra_rank or 0, place.intra_size or 1)
             agent = Agent(

@@ -3,6 +3,7 @@ process, as a JSON list on rank 0."""
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
 import os
@@ -43,7 +44,16 @@ def values_of(batch: Any) -> Any:
     return batch[0] if isinstance(batch, (tuple, list)) else batch
 
 
-def check(make: Callable[[], Any], read_by: Any, name: str, *, resumes: bool = True) -> None:
+def expect_refused(share: Any) -> None:
+    """Rank 0 must not read the share of one rank."""
+    try:
+        torchmn.scatter_loader(share, comm, read_by="rank_0")
+        failed.append("a share is read by rank 0")
+    except torchmn.TorchmnError as error:
+        expect("would never be read" in str(error), str(error))
+
+
+def check(make: Callable[[], Any], read_by: Any, name: str, *, resumes_last: bool = True) -> None:
     """All samples once, in each pass; the rest of a pass after a resume in the middle of it."""
     loader = torchmn.scatter_loader(make(), comm, read_by=read_by)
     for number in range(2):
@@ -52,42 +62,47 @@ def check(make: Callable[[], Any], read_by: Any, name: str, *, resumes: bool = T
         seen = sorted(sum(sum(everyone, []), []))
         expect(seen == [*range(NUM)], f"{name}: pass {number} has {seen}")
         expect(len({*map(len, everyone)}) == 1, f"{name}: the numbers of steps differ")
-    if not resumes:
-        return
-    loader = torchmn.scatter_loader(make(), comm, read_by=read_by)
-    first = numbers_of(itertools.islice(loader, 2))
-    resumed = torchmn.scatter_loader(make(), comm, read_by=read_by)
-    resumed.load_state_dict(loader.state_dict())
-    for number, own in enumerate((first + numbers_of(resumed), numbers_of(resumed))):
-        seen = sorted(sum(sum(comm.allgather_obj(own), []), []))
-        expect(seen == [*range(NUM)], f"{name}: pass {number} of a resume has {seen}")
+    for num_before in (2, len(own)) if resumes_last else (2,):
+        loader = torchmn.scatter_loader(make(), comm, read_by=read_by)
+        batches = iter(loader)
+        first = numbers_of(itertools.islice(batches, num_before))
+        resumed = torchmn.scatter_loader(make(), comm, read_by=read_by)
+        resumed.load_state_dict(loader.state_dict())
+        for number, own in enumerate((first + numbers_of(resumed), numbers_of(resumed))):
+            seen = sorted(sum(sum(comm.allgather_obj(own), []), []))
+            what = f"pass {number} of a resume after {num_before} batches"
+            expect(seen == [*range(NUM)], f"{name}: {what} has {seen}")
 
 
 def hugging_face() -> None:
     """A stream of several shards, split by node or not; shuffled ones are read again."""
-    from datasets import Dataset
+    from datasets import IterableDataset
     from datasets.distributed import split_dataset_by_node
 
-    def made(is_share: bool, workers: int, is_shuffled: bool) -> Any:
-        data = Dataset.from_dict({"n": [*range(NUM)]}).to_iterable_dataset(num_shards=6)
+    def rows(shards: list[range]) -> Any:
+        for n in itertools.chain(*shards):
+            yield {"n": n}
+
+    def made(is_share: bool, workers: int, is_shuffled: bool, kind: Any = DataLoader) -> Any:
+        shards = [range(begin, NUM, 6) for begin in range(6)]
+        data = IterableDataset.from_generator(rows, gen_kwargs={"shards": shards})
         if is_shuffled:
             data = data.shuffle(seed=1, buffer_size=4)
         data = data.map(lambda row: {"twice": 2 * row["n"]}).with_format("torch")
         if is_share:
             data = split_dataset_by_node(data, comm.rank, comm.size)
-        return DataLoader(data, 6, num_workers=workers)
+        return kind(data, 6, num_workers=workers)
 
-    for workers, is_shuffled in itertools.product((0, 1), (False, True)):
+    kinds = [DataLoader]
+    if importlib.util.find_spec("torchdata") is not None:
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        kinds.append(StatefulDataLoader)
+    for kind, workers, is_shuffled in itertools.product(kinds, (0, 1), (False, True)):
         for read_by, is_share in SHARES.items():
-            make = partial(made, is_share, workers, is_shuffled)
-            # The state of these streams leaves out what is in a shuffle buffer.
-            resumes = workers > 0 or not is_shuffled
-            check(make, read_by, f"{read_by}, {workers} workers, {is_shuffled=}", resumes=resumes)
-    try:
-        torchmn.scatter_loader(made(True, 0, False), comm, read_by="rank_0")
-        failed.append("a share is read by rank 0")
-    except torchmn.TorchmnError as error:
-        expect("would never be read" in str(error), str(error))
+            name = f"{kind.__name__}, {read_by}, {workers} workers, {is_shuffled=}"
+            check(partial(made, is_share, workers, is_shuffled, kind), read_by, name)
+    expect_refused(made(True, 0, False))
 
 
 def webdataset() -> None:
@@ -115,6 +130,8 @@ def webdataset() -> None:
     for workers, make in itertools.product((0, 1), (loader, of_batches)):
         for read_by, is_share in SHARES.items():
             check(partial(make, is_share, workers), read_by, f"{make.__name__}, {read_by}")
+    for make in (loader, of_batches):
+        expect_refused(make(True, 0))
 
 
 class Resumable(torch.utils.data.IterableDataset[int]):
@@ -148,7 +165,9 @@ def torchdata() -> None:
 
     for workers in (0, 1):
         for read_by, is_share in SHARES.items():
-            check(partial(loader, is_share, workers), read_by, f"{read_by}, {workers} workers")
+            # In a worker the state of `Resumable` after its last sample is that of its beginning.
+            name, resumes_last = f"{read_by}, {workers} workers", workers == 0
+            check(partial(loader, is_share, workers), read_by, name, resumes_last=resumes_last)
 
 
 def litdata() -> None:

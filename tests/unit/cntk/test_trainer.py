@@ -1,5 +1,6 @@
 """`torchmn.cntk.Trainer`: learners over ranks, arguments, checkpoints. See also the contracts."""
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -479,6 +480,29 @@ def test_workers_that_train_by_themselves_are_warned(monkeypatch: pytest.MonkeyP
         monkeypatch.setenv(name, value)
     with pytest.warns(ResultWarning, match="4 workers, and no learner"):
         alone()
+
+
+@pytest.mark.parametrize("is_divided", [True, False])
+def test_ranks_that_are_given_the_same_minibatches_are_warned(is_divided: bool) -> None:
+    """A loop without num_data_partitions trains each rank on all samples, as CNTK's would."""
+
+    def rank(comm: Communicator) -> None:
+        model = Network()
+        learner = C.data_parallel_distributed_learner(C.sgd(model.parameters(), 0.1), comm=comm)
+        trainer = C.Trainer(model, C.cross_entropy_with_softmax, learner)
+        [whole] = minibatches([9])
+        source = C.MinibatchSourceFromData(whole, max_sweeps=2)
+        keys = {name: source.streams[name] for name in whole}
+        place = (comm.size, comm.rank) if is_divided else (None, None)
+        while trainer.train_minibatch(source.next_minibatch(9, keys, None, *place)):
+            pass
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_ranks(rank, 3)
+    seen = [str(each.message) for each in caught if "the same first minibatch" in str(each.message)]
+    ranks = sorted(int(text.split()[1]) for text in seen)
+    assert ranks == ([] if is_divided else [1, 2])
 
 
 def test_multi_node_optimizers_are_learners() -> None:

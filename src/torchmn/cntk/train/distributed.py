@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -15,6 +16,8 @@ from torchmn.cluster.launcher_env import read_launcher_env
 from torchmn.cntk.learner import Learner, LearnerSet
 from torchmn.comm import Communicator as Ranks
 from torchmn.comm import create_communicator
+from torchmn.comm.collectives import allgather_for
+from torchmn.data.stream_reading import recognizable
 from torchmn.exchange.optimizer import MultiNodeOptimizer, create_multi_node_optimizer
 from torchmn.exchange.schedules import BlockMomentum, EveryStep, Schedule, Warmup
 
@@ -321,6 +324,20 @@ def _raise_if_shared(optimizers: Sequence[Optimizer]) -> None:
                         f"Learners {owners[parameter]} and {number} both have a parameter of shape "
                         f"{tuple(parameter.shape)}. Give each parameter to one learner."
                     )
+
+
+def warn_if_equal(minibatch: Sequence[Tensor | np.ndarray[Any, Any]], comm: Ranks) -> None:
+    """Warn if another rank was given the same samples, which then count twice. *Collective.*"""
+    own = recognizable(minibatch)
+    other = allgather_for(comm, "the first minibatches", own).index(own)
+    if own and other < comm.rank:
+        warn(
+            f"{comm.rank_label}: this rank and rank {other} were given the same first minibatch, "
+            "so that its samples count twice. Give next_minibatch() "
+            "num_data_partitions=Communicator.num_workers() and "
+            "partition_index=Communicator.rank(), or train_minibatch() a part of each array.",
+            ResultWarning,
+        )
 
 
 def _warn_of_separate_training() -> None:

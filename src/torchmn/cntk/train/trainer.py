@@ -26,7 +26,7 @@ from torchmn.base.errors import DataError, UnsupportedError, UsageError
 from torchmn.checkpoint import MultiNodeCheckpointer, create_multi_node_checkpointer
 from torchmn.cntk.learner import Learner, LearnerSet
 from torchmn.cntk.readers.minibatch import MinibatchData
-from torchmn.cntk.train.distributed import default_communicator, optimizers_of
+from torchmn.cntk.train.distributed import default_communicator, optimizers_of, warn_if_equal
 from torchmn.cntk.train.minibatch_sums import MinibatchSums, mean_and_sum, start_sum
 from torchmn.data.batch_size import num_samples
 from torchmn.exchange.optimizer import MultiNodeOptimizer
@@ -103,6 +103,7 @@ class Trainer:
         self.num_sweeps = 0
         """Number of sweeps over the data that have ended."""
         self._last = MinibatchSums()
+        self._has_begun = False
         parts = [part for part in (model, self._criterion[0]) if isinstance(part, nn.Module)]
         self._models = [part for part in parts if any(True for _ in part.parameters())]
         self.communicator, self.optimizers = optimizers_of(self.parameter_learners, self._models)
@@ -150,7 +151,11 @@ class Trainer:
             )
         for optimizer in self.optimizers:
             optimizer.zero_grad()
-        loss, own = self._evaluate(arguments, device)
+        loss, own = self._evaluate(arguments, device, self._criterion)
+        if self._shared is not None and not self._has_begun:
+            # Once: later minibatches have come from the same source, in the same way.
+            warn_if_equal(list(map(_values, arguments.values())), self._shared.communicator)
+        self._has_begun = True
         own.is_sweep_end = _is_sweep_end(arguments) if is_sweep_end is None else is_sweep_end
         # Before backward, which hides the time of this sum.
         under_way = start_sum(own, self.communicator)
@@ -218,10 +223,10 @@ class Trainer:
         self,
         arguments: Mapping[str, Argument],
         device: torch.device | str | None,
-        criterion: Any = None,
+        criterion: tuple[Criterion, Criterion | None],
     ) -> tuple[Tensor | None, MinibatchSums]:
         """The mean loss over this rank's samples, and the sums of loss and metric."""
-        of_loss, of_metric = self._criterion if criterion is None else _criteria(criterion)
+        of_loss, of_metric = criterion
         if not isinstance(arguments, Mapping):
             raise UsageError(
                 f"The arguments of a minibatch are of type {type(arguments).__name__}. They must "
@@ -312,10 +317,10 @@ class Trainer:
 
         *Collective.* ``criterion`` is used in place of the trainer's.
         """
-        of_loss, of_metric = self._criterion if criterion is None else _criteria(criterion)
-        parts = (self.model, of_loss, of_metric)
+        used = self._criterion if criterion is None else _criteria(criterion)
+        parts = (self.model, *used)
         with evaluation_mode(part for part in parts if isinstance(part, nn.Module)):
-            _, own = self._evaluate(arguments, device, criterion)
+            _, own = self._evaluate(arguments, device, used)
         total = start_sum(own, self.communicator)()
         value = float(total.loss if total.metric is None else total.metric)
         if total.num_samples:
@@ -465,6 +470,13 @@ def _parameter_names(model: nn.Module) -> list[str]:
 
 def _name_of(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", type(function).__name__)
+
+
+def _values(value: Argument) -> Tensor | np.ndarray[Any, Any]:
+    found = value.data if isinstance(value, MinibatchData) else value
+    if not isinstance(found, Tensor):
+        return np.asarray(found)
+    return found.values() if found.layout == torch.sparse_csr else found
 
 
 def _num_samples(value: Argument) -> int:

@@ -93,6 +93,7 @@ class RankMonitor:
             selector.register(self._link, selectors.EVENT_READ)
             descriptor = _register_exit(selector, self._order.pid)
             while True:
+                # A period as well: without pidfd the end of the script wakes nobody.
                 selector.select(_PERIOD_S)
                 self._receive()
                 if not self._server.is_open:
@@ -159,6 +160,7 @@ class RankMonitor:
         self._server.post(
             Exit(returncode=code, ended_at=time.time(), ended_by=self._ended_by, note=note)
         )
+        # To close it with a request unread would reset it, and could take the report with it.
         leave_at = time.monotonic() + _DISCONNECT_S
         while self._server.is_open and time.monotonic() < leave_at:
             time.sleep(0.05)

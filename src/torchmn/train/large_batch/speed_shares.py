@@ -24,6 +24,7 @@ from torchmn.base.errors import UsageError
 from torchmn.base.events import Observer
 from torchmn.comm import Communicator
 from torchmn.comm.collectives import allgather_for
+from torchmn.comm.training_start import training_steps
 from torchmn.data.batch_shares import BatchShares, in_proportion
 from torchmn.data.global_sampler import GlobalSampler
 from torchmn.record.timeline import Mark, StepClock, TrainingThread, clock_of
@@ -47,6 +48,24 @@ class SpeedShares(BatchShares):
         events.add(self._time)
         weakref.finalize(self, events.remove, self._time)
         self._num_measured = 0
+        self._is_followed = False  # whether the script measures its steps
+        self._num_steps: int | None = None
+        """Steps of optimizers when the pass began."""
+
+    def begin_pass(self) -> None:
+        """See `BatchShares.begin_pass`."""
+        self._num_steps = training_steps(self._comm).count
+
+    def before_next(self) -> None:
+        """See `BatchShares.before_next`. Raises UsageError: a step was not measured."""
+        steps = training_steps(self._comm).count or 0
+        if steps > (self._num_steps or 0) and not self._is_followed and self._comm.size > 1:
+            raise UsageError(
+                f"{self._comm.rank_label}: GlobalBatch(shares='speed') follows the times that "
+                "batch.micro_batches() measures, and the loop has made a step without it: the "
+                "shares would stay as they are. Pass each batch through batch.micro_batches("
+                "samples, optimizer), or leave shares= out."
+            )
 
     def sizes(self, batch_size: int, at: int) -> list[int]:
         """See `BatchShares.sizes`. Each rank has a sample, if there are so many."""
@@ -75,6 +94,7 @@ class SpeedShares(BatchShares):
 
         Raises UsageError: batches with the old shares were drawn in another thread meanwhile.
         """
+        self._is_followed = True
         self._time.end_step()
         begin, size = sampler.received_at
         is_full = size == sum(self.sizes(sampler.global_batch, begin))

@@ -58,6 +58,7 @@ def test_a_late_rank_is_found_in_its_phase(
         assert fault.share == pytest.approx(1 - usual_s / summary.step_s, abs=0.02)
 
 
+@pytest.mark.parametrize("polls", ["", "running", "ready"])
 @pytest.mark.parametrize(
     ("times", "evidence"),
     [
@@ -66,9 +67,14 @@ def test_a_late_rank_is_found_in_its_phase(
         ({}, "the core is slower"),
     ],
 )
-def test_why_a_rank_is_late(tmp_path: Path, times: dict[str, Any], evidence: str) -> None:
-    """What it did in the time by which it is late, compared with the other ranks."""
-    imitated = ImitatedRun(slower={(1, "backward"): 1.5}, **times)
+def test_why_a_rank_is_late(
+    tmp_path: Path, times: dict[str, Any], evidence: str, polls: Any
+) -> None:
+    """What it did in the time by which it is late, compared with the other ranks.
+
+    These may wait for it in a loop, as MPI does, also where other programs have their cores.
+    """
+    imitated = ImitatedRun(slower={(1, "backward"): 1.5}, polls=polls, **times)
     assert evidence in faults_of(findings_of(imitated, tmp_path))[0].evidence
 
 

@@ -393,3 +393,60 @@ def test_what_cannot_be_exact_is_refused(clock: Clock) -> None:
             GlobalBatch(4, comm=comm, shares="speed" if comm.rank else "equal")
 
     run_ranks(rank_main, 2)
+
+
+UNEQUAL = {"epoch": 0, "position": 0, "shares": [[0, 3, 1]]}
+
+
+@pytest.mark.parametrize("options", [{}, {"weight": "rank"}])
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_a_loop_that_measures_nothing_is_refused_at_its_second_batch(
+    clock: Clock, is_resumed: bool, options: dict[str, Any]
+) -> None:
+    """Its shares would stay equal, or, if a state was loaded, as they were."""
+
+    def rank_main(comm: Communicator) -> int:
+        training = Training(comm, clock, shares="speed", **options)
+        if is_resumed:
+            training.sampler.load_state_dict(UNEQUAL)
+        batches = iter(training.loader)
+        x, y = next(batches)
+        (training.model(x) - y).square().mean().backward()
+        training.optimizer.step()
+        with pytest.raises(UsageError, match=r"has made a step without it.*micro_batches"):
+            next(batches)
+        return training.sampler.shares.sizes(24, at=0)[0]
+
+    assert run_ranks(rank_main, 2) == [18 if is_resumed else 12] * 2
+
+
+def test_a_step_over_loaded_shares_has_the_mean_of_one_process(clock: Clock) -> None:
+    """Also without `micro_batches`: the optimizer weights by the parts that the sampler tells."""
+
+    def rank_main(comm: Communicator) -> tuple[torch.Tensor, list[int]]:
+        training = Training(comm, clock, shares="speed")
+        training.sampler.load_state_dict(UNEQUAL if comm.size > 1 else {**UNEQUAL, "shares": []})
+        x, y = next(iter(training.loader))
+        (training.model(x) - y).square().mean().backward()
+        training.optimizer.step()
+        return training.weights, training.sampler.shares.sizes(24, at=0)
+
+    ((alone, _),) = run_ranks(rank_main, 1)
+    for weights, sizes in run_ranks(rank_main, 2):
+        assert sizes == [18, 6]
+        torch.testing.assert_close(weights, alone, rtol=1e-9, atol=1e-9)
+
+
+def test_accumulated_steps_over_shares_that_change_in_between_are_refused(clock: Clock) -> None:
+    def rank_main(comm: Communicator) -> None:
+        training = Training(comm, clock, shares="speed")
+        training.sampler.load_state_dict({**UNEQUAL, "shares": [[0, 3, 1], [24, 1, 1]]})
+        batches = iter(training.loader)
+        with training.optimizer.no_sync():
+            x, y = next(batches)
+            (training.model(x) - y).square().mean().backward()
+        x, y = next(batches)
+        with pytest.raises(UsageError, match="not in proportion"):
+            (training.model(x) - y).square().mean().backward()
+
+    run_ranks(rank_main, 2)
