@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import torchmn
 from tests.limits import limit
+from torchmn.cntk.train.minibatch_sums import MinibatchSums, start_sum
 from torchmn.comm import Communicator
 from torchmn.errors import (
     CommunicationError,
@@ -163,6 +164,19 @@ def order_of_streams(comm: Communicator) -> None:
         assert (token == comm.size).all()
         assert all((one[0] == turn).all() for one in arrived)
         del junk, arrived
+
+
+def minibatch_sums(comm: Communicator) -> None:
+    """Those of CNTK's trainer, which are started while the GPU still computes the loss."""
+    loss = torch.full((), comm.rank + 1.0, device=comm.device)
+    if comm.device.type == "cuda":
+        torch.cuda._sleep(20_000_000)
+    own = MinibatchSums(loss * 2, num_samples=3, is_sweep_end=comm.rank == 0)
+    loss.zero_()
+    await_sums = start_sum(own, comm)
+    found = await_sums()
+    assert found.loss == comm.size * (comm.size + 1)
+    assert (found.metric, found.num_samples, found.is_sweep_end) == (None, 3 * comm.size, True)
 
 
 def other_streams(comm: Communicator) -> None:
