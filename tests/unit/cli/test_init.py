@@ -16,6 +16,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from tests.all.processes.runner import PYTHON_PATH
+from tests.limits import limit
 from torchmn.cli.app import app
 from torchmn.cli.init import KINDS
 from torchmn.errors import DataError, TorchmnError, UnknownNameError, UsageError
@@ -45,7 +46,7 @@ def run(folder: Path, *words: str, limit_s: float = 100) -> subprocess.Completed
         env={**os.environ, "PYTHONPATH": PYTHON_PATH},
         capture_output=True,
         text=True,
-        timeout=limit_s,
+        timeout=limit(limit_s),
         check=False,
     )
 
