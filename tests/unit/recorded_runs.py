@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from torchmn.control.codec import encode
 from torchmn.record.records import (
@@ -59,6 +60,8 @@ class ImitatedRun:
     """By phase: every how many steps it takes how long, on all ranks."""
     run_queue: dict[int, float] = field(default_factory=dict)
     """By rank: the share of its backward for which it waits for a core."""
+    polls: Literal["", "running", "ready"] = ""
+    """Whether ranks poll while they wait in the exchange: with a core, or waiting for one."""
     others_cpu_s: float | None = None
     """How long the other threads of each process run in a step."""
     blocked: dict[int, float] = field(default_factory=dict)
@@ -124,6 +127,7 @@ class ImitatedRun:
                 total = sum(phases[rank].values())
                 peer = f"host{(self.host_of(rank) + 1) % num_hosts}"
                 nbytes = sum(self.bucket_nbytes)
+                exchange_s = phases[rank].get("exchange", 0.0)
                 wait = self.run_queue.get(rank, 0.0) * phases[rank]["backward"]
                 if step % 20 == 0 and self.bucket_nbytes:
                     lines[rank].append(_gradient_times(step, phases[rank]["backward"]))
@@ -147,12 +151,12 @@ class ImitatedRun:
                             )
                             for number, size in enumerate(self.bucket_nbytes)
                         ],
-                        run_queue_s=wait,
+                        run_queue_s=wait + (self.polls == "ready") * exchange_s,
                         others_cpu_s=self.others_cpu_s,
                         cpu_s=total
                         - wait
                         - self.blocked.get(rank, 0.0) * phases[rank]["backward"]
-                        - phases[rank].get("exchange", 0.0),
+                        - (self.polls != "running") * exchange_s,
                     )
                 )
                 begin[rank] += total

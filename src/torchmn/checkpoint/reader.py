@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from types import TracebackType
+from contextlib import closing
 from typing import Any
 
 from msgspec import MsgspecError, convert
@@ -39,12 +39,7 @@ class SavedCheckpoint:
     def __enter__(self) -> SavedCheckpoint:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         while self._readers:
             self._readers.popitem()[1].close()
 
@@ -115,11 +110,8 @@ class SavedCheckpoint:
             entry = self.manifest.files.get(name)
             if entry is None:
                 raise DataError(f"manifest.json lists no {name}")
-            reader = self._open(name)
-            try:
+            with closing(self._open(name)) as reader:
                 raw = read_text(reader, name, b"{")
-            finally:
-                reader.close()
             if digest(raw) != entry.checksum:
                 raise DataError(f"{name} is damaged: it does not match its checksum")
             try:

@@ -11,6 +11,7 @@ import json
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from typing import Any
@@ -291,11 +292,8 @@ class Writer:
 
 def read_manifest(storage: FolderStorage, checkpoint: str) -> Manifest:
     """Read the manifest of a checkpoint. Local. Raises DataError: it has no valid one."""
-    reader = storage.open(checkpoint, MANIFEST)
-    try:
+    with closing(storage.open(checkpoint, MANIFEST)) as reader:
         return parse(read_text(reader, MANIFEST, BEGIN))
-    finally:
-        reader.close()
 
 
 def _pieces(

@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from itertools import takewhile
 from pathlib import Path
 
 from torchmn.cluster.environment_variables import SHARE_GPU_VARIABLE
@@ -27,14 +28,15 @@ def count_gpus(env: Mapping[str, str], devices: Path = Path("/dev")) -> int:
     visible = env.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return num_gpus
-    count = 0
-    for entry in visible.split(","):
-        name = entry.strip()
-        if name.startswith(("GPU-", "MIG-")) or (name.isdigit() and int(name) < num_gpus):
-            count += 1
-        else:
-            break
-    return count if num_gpus else 0
+    named = takewhile(
+        lambda name: name.startswith(("GPU-", "MIG-")) or _is_number_below(name, num_gpus),
+        map(str.strip, visible.split(",")),
+    )
+    return len(list(named)) if num_gpus else 0
+
+
+def _is_number_below(text: str, end: int) -> bool:
+    return text.isdigit() and int(text) < end
 
 
 def may_share_gpus(env: Mapping[str, str]) -> bool:
@@ -123,12 +125,9 @@ def gpu_localities(env: Mapping[str, str], root: Path = Path("/")) -> tuple[GpuL
     buses = sorted(path.name.lower() for path in folder.iterdir()) if folder.is_dir() else []
     visible = env.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        chosen = []
-        for entry in visible.split(","):
-            if not entry.strip().isdigit() or int(entry) >= len(buses):
-                break
-            chosen.append(buses[int(entry)])
-        buses = chosen
+        names = map(str.strip, visible.split(","))
+        named = takewhile(lambda name: _is_number_below(name, len(buses)), names)
+        buses = [buses[int(name)] for name in list(named)]
     return tuple(_around(bus, root) for bus in buses)
 
 

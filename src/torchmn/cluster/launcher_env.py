@@ -211,12 +211,11 @@ def _read(row: LauncherVariables, env: Environment) -> LauncherInfo | None:
     if row.kind == "scheduler" and not _is_in_slurm_step(env):
         return None
     rank, size = _first(row.rank, env), _first(row.size, env)
-    if rank is None and size is None:
+    present = rank or size
+    if present is None:
         return None
     if rank is None or (row.size and size is None):
-        present, missing = (size, row.rank[0]) if rank is None else (rank, row.size[0])
-        if present is None:  # cannot be: one of the two is set
-            return None
+        missing = row.rank[0] if rank is None else row.size[0]
         raise TopologyError(
             f"{present[0]} is {present[1]!r} but {missing} is not set: {row.launcher} sets both. "
             f"Start the script with {row.launcher}, or unset {present[0]}."

@@ -110,7 +110,7 @@ class AuthenticatedListener:
         for connection, identity in self.accept():
             try:
                 admitted.append((Channel(connection), decode(identity)))
-            except ValueError:
+            except ValueError:  # it knows the secret, and is no process of this version of torchmn
                 connection.close()
         return admitted
 

@@ -107,6 +107,7 @@ class Channel:
         while True:
             messages = self.collect()
             if messages and isinstance(messages[0], kind):
+                # What came together with it is for whoever calls `collect` next.
                 self._received = messages[1:]
                 return messages[0]
             if messages or not self.is_open:

@@ -5,7 +5,7 @@ For a job that hangs, and for `torchmn inspect`. Pure functions of the status of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
@@ -97,34 +97,15 @@ def report(
     overdue: Overdue, reporter: int, statuses: Statuses, hosts: Mapping[int, str]
 ) -> HangReport:
     """Report a collective that ``reporter`` found overdue; ``hosts`` has the host of each rank."""
-    first = _collective_of(overdue, statuses.get(reporter))
-    pending, cause, missing = _cause(first, statuses, hosts)
+    job = _Job(statuses, hosts)
+    pending, cause, missing = job.cause(job.collective_of(overdue, reporter))
     cause = cause or (
         f"all of {_ranks(pending.members)} have reached it, so there is a connectivity "
         "problem. Check the network between the hosts (interface, firewall, MTU), or raise "
         "timeout_s= if it is slow"
     )
     head = f"{pending.name} has not completed within {overdue.limit_s:g} s"
-    return _hang_report(head, cause, missing, statuses, hosts)
-
-
-def _cause(
-    first: CollectiveStatus, statuses: Statuses, hosts: Mapping[int, str]
-) -> tuple[_Pending, str, tuple[int, ...]]:
-    """Return the collective that ranks wait for, why it is not over, and the missing ranks.
-
-    The reason is empty if all ranks have reached it.
-    """
-    pending, is_cycle = _source(_pending(first, statuses, hosts), statuses, hosts)
-    missing = pending.missing
-    if is_cycle:
-        return pending, _disagreement(_waiting(sorted(hosts), statuses)), ()
-    if not missing:
-        return pending, _disagreement(pending.waiting), ()
-    text = _missing_text(
-        missing, hosts, lambda rank: _activity(statuses.get(rank), pending.collective)
-    )
-    return pending, text, missing
+    return job.report(head, cause, missing)
 
 
 def report_of_joining(
@@ -135,53 +116,19 @@ def report_of_joining(
     ``arrived`` are the ranks that have called it. Their status may be missing: MPI joins the ranks
     while it holds the GIL, so that their monitors cannot reply.
     """
-    here = set(arrived)
+    job, here = _Job(statuses, hosts), set(arrived)
     missing = tuple(
         rank
         for rank in sorted(hosts)
         if rank not in here or ((status := statuses.get(rank)) and status.is_halted)
     )
     head = f"joining all ranks (create_communicator) has not completed within {joining.limit_s:g} s"
-    if missing:
-        cause = _missing_text(missing, hosts, lambda rank: _activity(statuses.get(rank)))
-    else:
-        cause = (
-            "all ranks have reached it, so there is a connectivity problem. Check the network "
-            "between the hosts (MASTER_ADDR, interface, firewall), or raise the limit, "
-            "timeout_s=torchmn.Timeout(first_s=...), if it is slow"
-        )
-    return _hang_report(head, cause, missing, statuses, hosts)
-
-
-def _missing_text(
-    missing: tuple[int, ...], hosts: Mapping[int, str], activity: Callable[[int], str]
-) -> str:
-    parts = [f"{_name(rank, hosts)} {activity(rank)}" for rank in missing[:_NUM_NAMED]]
-    return f"{_ranks(missing)} did not reach it: {'; '.join(parts)}"
-
-
-def _hang_report(
-    head: str, cause: str, missing: tuple[int, ...], statuses: Statuses, hosts: Mapping[int, str]
-) -> HangReport:
-    def text(*, is_short: bool) -> str:
-        lines = [f"Hang: {head}.", f"{cause[0].upper()}{cause[1:]}.", ""]
-        return "\n".join([*lines, *_lines_of_all(statuses, hosts, is_short=is_short)]) + "\n"
-
-    return HangReport(
-        summary=f"{head}; {cause}",
-        short=text(is_short=True),
-        text=text(is_short=False),
-        missing=missing,
+    cause = (
+        "all ranks have reached it, so there is a connectivity problem. Check the network "
+        "between the hosts (MASTER_ADDR, interface, firewall), or raise the limit, "
+        "timeout_s=torchmn.Timeout(first_s=...), if it is slow"
     )
-
-
-def _lines_of_all(statuses: Statuses, hosts: Mapping[int, str], *, is_short: bool) -> Iterator[str]:
-    for ranks in _with_equal_lines(sorted(hosts), statuses):
-        title, *rest = _lines_of(ranks[0], statuses.get(ranks[0]), hosts, is_short=is_short)
-        yield title
-        if ranks[1:]:
-            yield f"  (the same on {len(ranks) - 1} more: {', '.join(spans(ranks[1:]))})"
-        yield from rest
+    return job.report(head, job.missing_text(missing) if missing else cause, missing)
 
 
 def report_of_inspection(inspection: Inspection, *, is_full: bool) -> str:
@@ -190,35 +137,22 @@ def report_of_inspection(inspection: Inspection, *, is_full: bool) -> str:
     ``is_full`` shows the stacks of all threads and more collectives, else the script's own frames.
     """
     ranks, num_recent = inspection.ranks, 0 if is_full else _NUM_RECENT  # [-0:] are all
-    hosts = {each.rank: each.host for each in ranks}
     statuses = {}
     for each in ranks:
         status = RankStatus() if each.reply is None else RankStatus.of(each.reply)
         details = () if each.reply is None else _details(each.reply, each.pid, num_recent)
         if each.reply is not None or each.text:
             statuses[each.rank] = replace(status, text=each.text or status.text, details=details)
-    num_hosts = len(set(filter(None, hosts.values())))
+    job = _Job(statuses, {each.rank: each.host for each in ranks})
+    num_hosts = len(set(filter(None, job.hosts.values())))
     lines = [
         f"{inspection.log_dir}: {counted(len(ranks), 'rank')} on {counted(num_hosts, 'host')}, "
         f"running for {inspection.seconds:.0f} s.",
-        _waits_of(statuses, hosts),
+        job.waits(),
         "",
-        *_lines_of_all(statuses, hosts, is_short=not is_full),
+        *job.lines(is_short=not is_full),
     ]
     return "\n".join(lines)
-
-
-def _waits_of(statuses: Statuses, hosts: Mapping[int, str]) -> str:
-    """Describe the collective that has taken longest so far, and which ranks did not reach it."""
-    waiting = _waiting(sorted(hosts), statuses).values()
-    if not waiting:
-        return "No rank is in a collective."
-    pending, cause, _ = _cause(max(waiting, key=lambda each: each.age_s), statuses, hosts)
-    age_s = max((each.age_s for each in pending.waiting.values()), default=0.0)
-    if age_s < _MOMENT_S:  # replies are not of one moment, so it may seem that a rank is missing
-        return f"{pending.name} is running."
-    cause = cause or f"all of {_ranks(pending.members)} have reached it"
-    return f"{pending.name} began {age_s:g} s ago; {cause}."
 
 
 def _details(reply: StatusReply, pid: int, num_recent: int) -> tuple[str, ...]:
@@ -259,68 +193,166 @@ class _Pending:
         return tuple(rank for rank in self.members if rank not in self.waiting)
 
 
-def _pending(
-    collective: CollectiveStatus, statuses: Statuses, hosts: Mapping[int, str]
-) -> _Pending:
-    members = list(collective.ranks) or sorted(hosts)
-    newest = {rank: _newest_in_group(statuses.get(rank), collective) for rank in members}
-    waiting = {rank: own for rank, own in newest.items() if own and own.state != DONE}
-    return _Pending(collective=collective, members=members, waiting=waiting)
+@dataclass(frozen=True)
+class _Job:
+    """What is known about all ranks, and their hosts."""
 
+    statuses: Statuses
+    hosts: Mapping[int, str]
 
-def _source(
-    pending: _Pending, statuses: Statuses, hosts: Mapping[int, str]
-) -> tuple[_Pending, bool]:
-    """Follow from group to group which rank waits for which, up to a rank that does not wait.
+    def report(self, head: str, cause: str, missing: tuple[int, ...]) -> HangReport:
+        """Return the report of a hang."""
+        begin = f"Hang: {head}.\n{cause[0].upper()}{cause[1:]}.\n\n"
+        short, text = (
+            begin + "\n".join(self.lines(is_short=is_short)) + "\n" for is_short in (True, False)
+        )
+        return HangReport(summary=f"{head}; {cause}", short=short, text=text, missing=missing)
 
-    Returns the last collective, and whether ranks wait for each other in a cycle instead.
-    """
-    seen = [pending.collective]
-    while pending.missing:
-        elsewhere = _waiting(pending.missing, statuses)
-        if len(elsewhere) < len(pending.missing):
-            return pending, False  # one of them does not wait
-        new = [c for c in elsewhere.values() if not any(_is_same_group(c, old) for old in seen)]
-        if not new:
-            return pending, True
-        seen.append(new[0])
-        pending = _pending(new[0], statuses, hosts)
-    return pending, False
+    def cause(self, first: CollectiveStatus) -> tuple[_Pending, str, tuple[int, ...]]:
+        """Return the collective that ranks wait for, why it is not over, and the missing ranks.
 
+        The reason is empty if all ranks have reached it.
+        """
+        pending, is_cycle = self._source(self._pending(first))
+        if is_cycle:
+            return pending, _disagreement(self._waiting(self.hosts)), ()
+        if not pending.missing:
+            return pending, _disagreement(pending.waiting), ()
+        text = self.missing_text(pending.missing, pending.collective)
+        return pending, text, pending.missing
 
-def _waiting(ranks: Iterable[int], statuses: Statuses) -> dict[int, CollectiveStatus]:
-    """Return the collective in which each rank waits; ranks that do not wait are left out."""
-    found = {}
-    for rank in ranks:
-        for own in statuses[rank].collectives if rank in statuses else ():
-            if own.state != DONE:
-                found[rank] = own
-    return found
+    def waits(self) -> str:
+        """Describe the collective that has taken longest so far, and who did not reach it."""
+        waiting = self._waiting(self.hosts).values()
+        if not waiting:
+            return "No rank is in a collective."
+        pending, cause, _ = self.cause(max(waiting, key=lambda each: each.age_s))
+        age_s = max((each.age_s for each in pending.waiting.values()), default=0.0)
+        # Replies are not of one moment, so it may seem that a rank is missing.
+        if age_s < _MOMENT_S:
+            return f"{pending.name} is running."
+        cause = cause or f"all of {_ranks(pending.members)} have reached it"
+        return f"{pending.name} began {age_s:g} s ago; {cause}."
+
+    def missing_text(
+        self, missing: tuple[int, ...], collective: CollectiveStatus | None = None
+    ) -> str:
+        """Describe which ranks did not reach a collective, or `create_communicator`, and why."""
+        parts = [f"{self._name(r)} {self._activity(r, collective)}" for r in missing[:_NUM_NAMED]]
+        return f"{_ranks(missing)} did not reach it: {'; '.join(parts)}"
+
+    def lines(self, *, is_short: bool) -> Iterator[str]:
+        """Yield the lines about all ranks."""
+        for ranks in self._with_equal_lines():
+            title, *rest = self._lines_of(ranks[0], is_short=is_short)
+            yield title
+            if ranks[1:]:
+                yield f"  (the same on {len(ranks) - 1} more: {', '.join(spans(ranks[1:]))})"
+            yield from rest
+
+    def collective_of(self, overdue: Overdue, rank: int) -> CollectiveStatus:
+        """Return the collective that a rank found overdue, as far as it is known."""
+        for own in self._collectives(rank):
+            if own.group == overdue.group and own.state != DONE:
+                return own
+        return CollectiveStatus(group=overdue.group, number=overdue.number)
+
+    def _collectives(self, rank: int) -> tuple[CollectiveStatus, ...]:
+        return self.statuses[rank].collectives if rank in self.statuses else ()
+
+    def _pending(self, collective: CollectiveStatus) -> _Pending:
+        members = list(collective.ranks) or sorted(self.hosts)
+        newest = {rank: self._newest_in_group(rank, collective) for rank in members}
+        waiting = {rank: own for rank, own in newest.items() if own and own.state != DONE}
+        return _Pending(collective=collective, members=members, waiting=waiting)
+
+    def _source(self, pending: _Pending) -> tuple[_Pending, bool]:
+        """Follow from group to group which rank waits for which, up to one that does not wait.
+
+        Returns the last collective, and whether ranks wait for each other in a cycle instead.
+        """
+        seen = [pending.collective]
+        while pending.missing:
+            elsewhere = self._waiting(pending.missing)
+            if len(elsewhere) < len(pending.missing):
+                return pending, False  # one of them does not wait
+            # Groups that wait for each other would be followed round and round.
+            new = [c for c in elsewhere.values() if not any(_is_same_group(c, old) for old in seen)]
+            if not new:
+                return pending, True
+            seen.append(new[0])
+            pending = self._pending(new[0])
+        return pending, False
+
+    def _waiting(self, ranks: Iterable[int]) -> dict[int, CollectiveStatus]:
+        """Return the collective in which each rank waits; those that do not wait are left out."""
+        found = {}
+        for rank in sorted(ranks):
+            for own in self._collectives(rank):
+                if own.state != DONE:
+                    found[rank] = own
+        return found
+
+    def _newest_in_group(self, rank: int, collective: CollectiveStatus) -> CollectiveStatus | None:
+        """Return a rank's newest collective in the group of ``collective``, None if it has none."""
+        own = [each for each in self._collectives(rank) if _is_same_group(each, collective)]
+        # Several communicators may have the same ranks: one in which the rank waits is preferred.
+        return next((each for each in own if each.state != DONE), own[-1] if own else None)
+
+    def _activity(self, rank: int, collective: CollectiveStatus | None) -> str:
+        """Describe what a rank does that did not reach a collective or `create_communicator`."""
+        status = self.statuses.get(rank)
+        if status is None:
+            return "has not answered"
+        if status.text:
+            return status.text
+        place = _innermost_line(status.script_stack or status.stacks)
+        text = f"runs at {place}" if place else "runs"
+        if collective is None:
+            return text
+        last = self._newest_in_group(rank, collective)
+        which = f"its last one was number {last.number}, {last.what}" if last else "it had none"
+        return f"{text} ({which} of this group)"
+
+    def _with_equal_lines(self) -> list[list[int]]:
+        """Group ranks with the same status, if there are too many to list one by one."""
+        ranks = sorted(self.hosts)
+        if len(ranks) <= _NUM_SEPARATE:
+            return [[rank] for rank in ranks]
+        found: dict[object, list[int]] = {}
+        for rank in ranks:
+            status = self.statuses.get(rank)
+            if status is not None:
+                # Replies are of different moments, and memory differs on ranks that do the same.
+                without_age = tuple(structs.replace(each, age_s=0.0) for each in status.collectives)
+                status = replace(status, collectives=without_age, details=())
+            found.setdefault(status, []).append(rank)
+        return list(found.values())
+
+    def _lines_of(self, rank: int, *, is_short: bool) -> list[str]:
+        name, status = self._name(rank), self.statuses.get(rank)
+        if status is None:
+            return [f"{name}: no answer, neither from the rank nor from its agent."]
+        if status.text:
+            return [f"{name} {status.text}.", *status.details]
+        lines = [f"{name}:"]
+        for own in status.collectives:
+            where = f", {own.where}" if own.where else ""
+            lines.append(
+                f"  group '{own.group}': number {own.number}, {own.what}{where}, {own.state}, "
+                f"started {own.age_s:g} s ago"
+            )
+        stacks = (is_short and status.script_stack) or status.stacks
+        lines += status.details
+        lines += [f"  {line}" for line in stacks.splitlines()[:_NUM_STACK_LINES]]
+        return lines
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} on {self.hosts[rank]}" if self.hosts.get(rank) else f"rank {rank}"
 
 
 def _is_same_group(one: CollectiveStatus, other: CollectiveStatus) -> bool:
     return one.group == other.group and one.ranks == other.ranks
-
-
-def _collective_of(overdue: Overdue, status: RankStatus | None) -> CollectiveStatus:
-    for own in status.collectives if status else ():
-        if own.group == overdue.group and own.state != DONE:
-            return own
-    return CollectiveStatus(group=overdue.group, number=overdue.number)
-
-
-def _newest_in_group(
-    status: RankStatus | None, collective: CollectiveStatus
-) -> CollectiveStatus | None:
-    """Return a rank's newest collective in the group of ``collective``, None if it has none."""
-    found = None
-    # Several communicators may have the same ranks: one in which the rank waits is preferred.
-    for own in status.collectives if status else ():
-        if _is_same_group(own, collective):
-            if own.state != DONE:
-                return own
-            found = own
-    return found
 
 
 def _disagreement(waiting: Mapping[int, CollectiveStatus]) -> str:
@@ -344,21 +376,6 @@ def _disagreement(waiting: Mapping[int, CollectiveStatus]) -> str:
     )
 
 
-def _activity(status: RankStatus | None, collective: CollectiveStatus | None = None) -> str:
-    """Describe what a rank does that did not reach a collective or `create_communicator`."""
-    if status is None:
-        return "has not answered"
-    if status.text:
-        return status.text
-    place = _innermost_line(status.script_stack or status.stacks)
-    text = f"runs at {place}" if place else "runs"
-    if collective is None:
-        return text
-    last = _newest_in_group(status, collective)
-    which = f"its last one was number {last.number}, {last.what}" if last else "it had none"
-    return f"{text} ({which} of this group)"
-
-
 def _innermost_line(stacks: str) -> str:
     """Return ``file:line function`` of the main thread, whose stack comes first; may be empty."""
     _, *lines = stacks.splitlines() or [""]
@@ -371,45 +388,6 @@ def _innermost_line(stacks: str) -> str:
     return f"{file[len(_FRAME) : -1]}:{line[len('line ') :]} {function}"
 
 
-def _with_equal_lines(ranks: Sequence[int], statuses: Statuses) -> list[list[int]]:
-    """Group ranks with the same status, if there are too many to list one by one."""
-    if len(ranks) <= _NUM_SEPARATE:
-        return [[rank] for rank in ranks]
-    found: dict[object, list[int]] = {}
-    for rank in ranks:
-        status = statuses.get(rank)
-        if status is not None:
-            without_age = tuple(structs.replace(each, age_s=0.0) for each in status.collectives)
-            status = replace(status, collectives=without_age, details=())
-        found.setdefault(status, []).append(rank)
-    return list(found.values())
-
-
-def _lines_of(
-    rank: int, status: RankStatus | None, hosts: Mapping[int, str], *, is_short: bool
-) -> list[str]:
-    name = _name(rank, hosts)
-    if status is None:
-        return [f"{name}: no answer, neither from the rank nor from its agent."]
-    if status.text:
-        return [f"{name} {status.text}.", *status.details]
-    lines = [f"{name}:"]
-    for own in status.collectives:
-        where = f", {own.where}" if own.where else ""
-        lines.append(
-            f"  group '{own.group}': number {own.number}, {own.what}{where}, {own.state}, "
-            f"started {own.age_s:g} s ago"
-        )
-    stacks = (is_short and status.script_stack) or status.stacks
-    lines += status.details
-    lines += [f"  {line}" for line in stacks.splitlines()[:_NUM_STACK_LINES]]
-    return lines
-
-
 def _ranks(ranks: Iterable[int]) -> str:
     known = sorted(ranks)
     return listed("rank", [*known[:_NUM_NAMED], *["..."] * (len(known) > _NUM_NAMED)])
-
-
-def _name(rank: int, hosts: Mapping[int, str]) -> str:
-    return f"rank {rank} on {hosts[rank]}" if hosts.get(rank) else f"rank {rank}"

@@ -42,6 +42,7 @@ class Heartbeat:
 
     def silent_s(self, now: float) -> float:
         """Ask the peer if that is due; return for how many seconds it has not answered."""
+        # A second question would not be answered earlier, and would fill the peer's buffer.
         if self._asked_at is not None:
             return now - self._asked_at
         if now >= self._ask_at:
@@ -64,6 +65,8 @@ def answer(
     """
     watched = dict.fromkeys(pid for pid in pids if pid)
     if sees_launcher:
+        # mpirun, srun or a shell: one that is stopped passes neither output nor ends of ranks on,
+        # and the ranks below it run as if nothing had happened.
         above = ancestors(os.getpid())
         beside = share_of(children(above[0]), *place) if above else []
         watched |= dict.fromkeys([*beside, *above])

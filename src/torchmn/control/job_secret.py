@@ -55,6 +55,7 @@ def _read(path: str, here: str) -> str:
     """Return the text of a file that no other user may read. Raises UsageError."""
     try:
         with Path(path).open(encoding="utf-8") as file:
+            # Of the open file: at its path there may be another one a moment later.
             mode = os.fstat(file.fileno()).st_mode
             text = file.read().strip()
     except (OSError, UnicodeDecodeError) as error:

@@ -22,6 +22,10 @@ class Message(Record, frozen=True):
     """Base class of all messages. Docstrings of subclasses name the sender first."""
 
 
+class FromScript(Message, frozen=True):
+    """Base class of what a script may send, or its agent in its place; all else is the agent's."""
+
+
 class AgentHello(Message, frozen=True, kw_only=True):
     """Agent: its rank and host; the identity with which it authenticates.
 
@@ -91,7 +95,7 @@ class Refresh(Message, frozen=True, kw_only=True):
     text: str
 
 
-class AwaitsInput(Message, frozen=True, kw_only=True):
+class AwaitsInput(FromScript, frozen=True, kw_only=True):
     """Script: it begins, or has ended, to wait for a person at the terminal."""
 
     begins: bool
@@ -184,7 +188,7 @@ class MonitorHello(Message, frozen=True, kw_only=True):
     monitor_pid: int
 
 
-class Failed(Message, frozen=True, kw_only=True):
+class Failed(FromScript, frozen=True, kw_only=True):
     """Script: an error ends it with this exit status. ``traceback`` is the text for the terminal.
 
     ``error`` is the type and the message of the error, which may have several lines.
@@ -203,7 +207,7 @@ class Failed(Message, frozen=True, kw_only=True):
     is_shown: bool = True
 
 
-class Leaving(Message, frozen=True, kw_only=True):
+class Leaving(FromScript, frozen=True, kw_only=True):
     """Script: it has reached its end and will probably exit with this status.
 
     ``text`` is what it has not printed: that of ``sys.exit("text")``, or the traceback of a
@@ -214,17 +218,17 @@ class Leaving(Message, frozen=True, kw_only=True):
     text: str = ""
 
 
-class Joining(Message, frozen=True, kw_only=True):
+class Joining(FromScript, frozen=True, kw_only=True):
     """Script: it begins to join the other ranks, which must all arrive within the limit."""
 
     limit_s: float
 
 
-class Joined(Message, frozen=True):
+class Joined(FromScript, frozen=True):
     """Script: all ranks have joined."""
 
 
-class Overdue(Message, frozen=True, kw_only=True):
+class Overdue(FromScript, frozen=True, kw_only=True):
     """Script: this collective of this group has not completed within its time limit."""
 
     group: str
@@ -261,7 +265,7 @@ class EngineStatus(Record, frozen=True, kw_only=True):
     num_on_device: int
 
 
-class CheckpointSaved(Message, frozen=True, kw_only=True):
+class CheckpointSaved(FromScript, frozen=True, kw_only=True):
     """Script of rank 0: all ranks have finished the checkpoint of this step.
 
     The launcher of an elastic job passes it on to the rendezvous.
@@ -281,7 +285,7 @@ class StatusRequest(Message, frozen=True, kw_only=True):
     num_recent: int = 0
 
 
-class StatusReply(Message, frozen=True, kw_only=True):
+class StatusReply(FromScript, frozen=True, kw_only=True):
     """Script, or its agent in its place: what the rank is doing.
 
     If the script did not answer, ``process`` is the state of its process, and ``kernel_function``
@@ -423,6 +427,7 @@ class Shutdown(Message, frozen=True, kw_only=True):
 
 def _kinds(base: type[Message]) -> list[type[Message]]:
     """Return the subclasses that have no subclasses."""
+    # Base classes are never sent.
     return [kind for each in base.__subclasses__() for kind in _kinds(each)] or [base]
 
 

@@ -58,6 +58,7 @@ def limited_mpi_start(limit_s: float) -> Iterator[None]:
         python_module(__name__),
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
+        # Signals to the script's group are not for it, also while it starts.
         start_new_session=True,
     ) as watch:
         try:

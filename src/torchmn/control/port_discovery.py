@@ -107,6 +107,7 @@ def publish_port(job: str, port: int, *, host: str, folder: Path) -> Callable[[]
     own_port = address_of(listener).rpartition(":")[2]
     path = _file_of(job, folder)
     try:
+        # Whole: a rank may read it at any moment, and an earlier job may have left another one.
         write_whole(path, f"{host}:{own_port} {secret}\n".encode())
     except OSError as error:
         listener.close()
@@ -116,11 +117,13 @@ def publish_port(job: str, port: int, *, host: str, folder: Path) -> Callable[[]
         ) from None
     authenticated = AuthenticatedListener(listener, secret=secret, role=_ROLE)
     is_over = threading.Event()
+    # A thread, since rank 0 is about to wait in torch's store, whose port this is.
     thread = threading.Thread(
         target=_serve, args=(authenticated, port, is_over), name="port-discovery", daemon=True
     )
     thread.start()
 
+    # Joined, so that the listener is closed by the one thread that uses it.
     def withdraw() -> None:
         is_over.set()
         thread.join()

@@ -198,6 +198,7 @@ def kill_descendants(pid: int, *, spare: Collection[int] = (), limit_s: float = 
     """
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
+        # Again in each turn: those that are spared may start processes as well.
         spared = {child for root in spare for child in (root, *descendants(root))}
         alive = [child for child in descendants(pid) if child not in spared]
         if not alive:

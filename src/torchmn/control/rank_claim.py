@@ -50,6 +50,7 @@ def claimed_by(env: Mapping[str, str]) -> int | None:
         return None
     above = ancestors(own)
     same = [pid for pid in above if _digest(environment_of(pid)) == digest]
+    # From the topmost process of this rank down: it may have started several side by side.
     family = (*above, *(descendants(same[-1]) if same else ()))
     return next((pid for pid in family if pid != own and _has_claim(pid, digest)), None)
 

@@ -40,6 +40,7 @@ def listen_for_ranks(hosts: Sequence[str], role: str) -> tuple[AuthenticatedList
     ``hosts`` are the addresses by which they reach this host. With a single one it listens on that
     interface only, else on all.
     """
+    # Of several addresses only the other ranks know which one they reach.
     listener = listen_on(hosts[0] if len(hosts) == 1 else "")
     port, token = listener.getsockname()[1], secrets.token_hex(16)
     address = RankAddress(list(hosts), port, token, os.getpid())

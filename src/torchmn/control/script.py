@@ -55,6 +55,7 @@ def record_progress(line: str) -> None:
     path = os.environ.get(PROGRESS_VARIABLE)
     if path:
         try:
+            # Appended: the job script reads it after a job that was killed at any moment.
             with open(path, "a", encoding="utf-8") as file:
                 file.write(f"{line}\n")
         except OSError as error:
@@ -83,6 +84,7 @@ def run_main(main: Callable[[], object]) -> None:
         for callback in _on_error or [_print_error]:
             callback(error, text)
         if mpi := sys.modules.get("mpi4py.MPI"):
+            # Last, since it ends this process as well.
             mpi.COMM_WORLD.Abort(1)
         raise SystemExit(1) from None
 

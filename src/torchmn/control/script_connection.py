@@ -11,24 +11,8 @@ from collections import deque
 from collections.abc import Callable
 
 from torchmn.control.connection import Channel
-from torchmn.control.messages import (
-    AwaitsInput,
-    CheckpointSaved,
-    Failed,
-    Joined,
-    Joining,
-    Leaving,
-    Message,
-    Overdue,
-    StatusReply,
-    StatusRequest,
-)
+from torchmn.control.messages import FromScript, Message, StatusReply, StatusRequest
 from torchmn.control.processes import process_state, resident_nbytes
-
-_FROM_SCRIPTS = (
-    *(AwaitsInput, CheckpointSaved, Failed, Joined, Joining, Leaving, Overdue),
-    StatusReply,
-)
 
 
 class ScriptLink:
@@ -94,7 +78,8 @@ class ScriptLink:
         for message in self._channel.collect():
             if isinstance(message, StatusReply) and self._reply_by:
                 self._reply_by.popleft()
-            if isinstance(message, _FROM_SCRIPTS):
+            # A script does not speak for its agent, such as about how it has ended.
+            if isinstance(message, FromScript):
                 self._forward(message)
 
     def reply_if_overdue(self) -> None:

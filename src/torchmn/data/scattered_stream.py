@@ -36,7 +36,7 @@ from torchmn.data.stream_reading import (
     StreamReading,
     StreamState,
     divided,
-    entries_of,
+    recognizable,
 )
 from torchmn.data.sub_dataset import length_of
 
@@ -49,8 +49,6 @@ RANK_0, EACH_RANK = "rank_0", "each_rank"
 
 _READY_S = 0.01
 """A batch that takes longer to come was not ready: nothing more is read ahead."""
-_MIN_DISTINCT = 8
-"""Different entries of a batch from which on two equal batches are no coincidence."""
 
 
 class StreamLoader(Generic[Batch]):
@@ -264,7 +262,10 @@ class ScatteredStream(CountedPasses):
                 "no_rows": self._no_rows,
             }
             if is_first:
-                own |= {"facts": [*facts.items()], "first": _digest_of_first(waiting)}
+                own |= {
+                    "facts": [*facts.items()],
+                    "first": recognizable(waiting[0].batch) if waiting else "",
+                }
             everyone = allgather_for(comm, self._name_of("shares of stream"), own)
             self._raise_first(errors, [theirs["problem"] for theirs in everyone])
             if is_first:
@@ -419,12 +420,6 @@ def _num_samples(batch: Any) -> int:
             "a tuple, list or dict of them; or give the DataLoader a batch_size."
         )
     return num
-
-
-def _digest_of_first(waiting: Sequence[_Waiting]) -> str:
-    """A digest of the first batch; "" if there is none, or if others could be equal by chance."""
-    found = entries_of(waiting[0].batch) if waiting else []
-    return str(found) if len({*found}) >= _MIN_DISTINCT else ""
 
 
 def _described(error: Exception) -> str:

@@ -27,6 +27,8 @@ from torchmn.data.stream_position import PositionedDataset, holder_of
 
 END = object()
 """In place of a batch after the last one."""
+_MIN_DISTINCT = 8
+"""Different entries of a batch from which on two equal batches are no coincidence."""
 
 
 class StreamState(TypedDict, total=False):
@@ -131,6 +133,12 @@ def entries_of(batch: Any) -> list[str]:
     with suppress(Exception):  # of a tensor of a rare kind, or a user's class
         tree_map(add, batch)
     return found
+
+
+def recognizable(batch: Any) -> str:
+    """A text that is the same for the same batch only; "" if others could be equal by chance."""
+    found = entries_of(batch)
+    return str(found) if len({*found}) >= _MIN_DISTINCT else ""
 
 
 def _digest(batch: Any) -> str:

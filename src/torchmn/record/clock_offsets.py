@@ -12,7 +12,7 @@ Rank 0 listens on a separate port and answers from the thread of its record.
 from __future__ import annotations
 
 import contextlib
-import select
+import selectors
 import socket
 import struct
 import time
@@ -32,51 +32,44 @@ class ClockServer:
 
     def __init__(self, addresses: Sequence[str]) -> None:
         self._listener, self.address = listen_for_ranks(addresses, _ROLE)
-        self._clients: dict[int, socket.socket] = {}
-        self._poll = select.poll()
-        self._poll.register(self._listener, select.POLLIN)
         self._stopped, self._stop = socket.socketpair()
-        self._poll.register(self._stopped, select.POLLIN)
+        self._selector = selectors.DefaultSelector()
+        for each in (self._listener, self._stopped):
+            self._selector.register(each, selectors.EVENT_READ)
 
     def stop(self) -> None:
-        """Have `serve` return now. From any thread."""
+        """Have `serve` return now. From any thread: it touches nothing that `serve` uses."""
         self._stop.close()  # which makes the other end readable and wakes the poll
 
     def serve(self, seconds: float) -> None:
         """Answer requests for this many seconds, or until `stop`."""
         deadline = time.monotonic() + seconds
         while (left_s := deadline - time.monotonic()) > 0:
-            ready = self._poll.poll(left_s * 1e3)
-            for descriptor, _ in ready:
-                if descriptor == self._stopped.fileno():
+            for key, _ in self._selector.select(left_s):
+                if key.fileobj is self._stopped:
                     return
-                if descriptor in self._clients:
-                    self._answer(descriptor)
+                if isinstance(key.fileobj, socket.socket):
+                    self._answer(key.fileobj)
             for client, _ in self._listener.accept():
                 client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                self._clients[client.fileno()] = client
-                self._poll.register(client, select.POLLIN)
+                self._selector.register(client, selectors.EVENT_READ)
 
-    def _answer(self, descriptor: int) -> None:
-        client = self._clients[descriptor]
+    def _answer(self, client: socket.socket) -> None:
         try:
             if client.recv(1):
                 client.send(_TIME.pack(time.perf_counter()))
                 return
         except OSError:
             pass
-        self._poll.unregister(descriptor)
-        del self._clients[descriptor]
+        self._selector.unregister(client)
         client.close()
 
     def close(self) -> None:
         """Close the listener and all connections."""
-        self._listener.close()
         self._stop.close()
-        self._stopped.close()
-        for client in self._clients.values():
-            client.close()
-        self._clients.clear()
+        for key in list(self._selector.get_map().values()):
+            key.fileobj.close()  # type: ignore[union-attr]
+        self._selector.close()
 
 
 def measure_offset(server: RankAddress) -> ClockOffset | None:

@@ -65,6 +65,7 @@ class Job:
     exported: tuple[str, ...] = ()
     launcher_args: tuple[str, ...] = ()
     cwd: Path = field(default_factory=Path.cwd)
+    # Not in tracebacks and logs, which show the job.
     secret: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
     grace_s: float = FAILURE_GRACE_S
     signal_grace_s: float = SIGNAL_GRACE_S

@@ -235,6 +235,7 @@ def plan_job(options: RunOptions, env: Mapping[str, str]) -> tuple[Job, str]:
     is_elastic = options.elastic is not None or bool(options.max_restarts)
     if is_elastic:
         _check_elastic(options)
+    # Hosts that meet run this command each, also as tasks of a scheduler's job.
     given = None if options.names_hosts or options.meeting else allocation(env)
     hosts = assign_slots(options, given, num_gpus=count_gpus(env))
     limits = _limits(options, len(hosts), has_list=given is not None) if is_elastic else None
@@ -245,7 +246,6 @@ def plan_job(options: RunOptions, env: Mapping[str, str]) -> tuple[Job, str]:
     starter = wanted if limits is None else "ssh"  # of a host that is lost or joins, too
     backend, reasons = _backend(options, starter, env, hosts, given, is_remote=is_remote)
     launcher = _launcher(wanted if limits is None else "auto", backend, is_remote=is_remote)
-    _check_launcher_backend(launcher, backend, is_remote=is_remote)
     if options.launcher_args and launcher in ("local", "ssh"):
         raise UnsupportedError(
             f"--launcher {launcher} takes no arguments ({' '.join(options.launcher_args)}); "
@@ -387,19 +387,19 @@ def _backend(
 
 
 def _launcher(wanted: str, backend: Backend, *, is_remote: bool) -> Launcher:
-    """Return the launcher: for ``auto``, mpirun with MPI, else ssh or, on one host, local."""
-    if wanted != "auto":
-        return wanted  # type: ignore[return-value]
-    if backend == "mpi":
+    """Return the launcher: for ``auto``, mpirun with MPI, else ssh or, on one host, local.
+
+    Raises UsageError or UnsupportedError: the launcher starts no other hosts, or not this backend.
+    """
+    if wanted == "auto" and backend == "mpi":
         return "mpirun"
-    return "ssh" if is_remote else "local"
-
-
-def _check_launcher_backend(launcher: Launcher, backend: Backend, *, is_remote: bool) -> None:
-    if launcher == "local" and is_remote:
+    if wanted == "auto":
+        return "ssh" if is_remote else "local"
+    if wanted == "local" and is_remote:
         raise UsageError("--launcher local starts ranks on this host only: use ssh or mpirun.")
-    if backend == "mpi" and launcher in ("local", "ssh", "torchrun"):
+    if backend == "mpi" and wanted in ("local", "ssh", "torchrun"):
         raise UnsupportedError(
-            f"--backend mpi needs an MPI launcher, which {launcher} is not: use --launcher mpirun "
+            f"--backend mpi needs an MPI launcher, which {wanted} is not: use --launcher mpirun "
             "or srun, or --backend gloo or nccl."
         )
+    return wanted  # type: ignore[return-value]

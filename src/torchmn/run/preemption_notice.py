@@ -133,7 +133,9 @@ class NoticeWatcher:
 
     def __init__(self, text: str) -> None:
         self._text = text
+        # It keeps the bounds of messages, so that the reader never gets half of one.
         self._reader, self._writer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # A daemon: its request may take minutes, and the agent ends with the script.
         threading.Thread(target=self._run, name="torchmn-preemption", daemon=True).start()
 
     def fileno(self) -> int:

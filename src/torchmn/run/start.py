@@ -97,6 +97,7 @@ def _prepared(
         address = job.meeting[0] if job.meeting else _address_for(job)
         base, limits = worker_environment(job, env), job.limits
         return lambda made: ElasticLauncher(made, limits, output, address, base).run()
+    # All that may fail comes before the log folder, which becomes the latest run.
     route = route_between(job)
     facts = _check_hosts(job, worker_environment(job, env))
     listener = channels.listen_on(route.address if route else "127.0.0.1")

@@ -50,7 +50,6 @@ class Supervisor:
         self._processes: dict[int, Command] = {}
         self._start_by = self._session.clock.now + _START_LIMIT_S
         self._kill_at = math.inf
-        self._is_closing = False
         self._stopped = StoppedProcesses[int]()
         self._launcher_problem = ""
         self._launcher_returncode = 0
@@ -86,6 +85,7 @@ class Supervisor:
         with selectors.DefaultSelector() as selector:
             selector.register(self._owner, selectors.EVENT_READ, self._on_wakeup)
             self._session.register(selector)
+            # Not longer: a deadline, or a process that is stopped, wakes nobody.
             for key, _ in selector.select(0.2):
                 key.data()
         self._session.accept()
@@ -143,8 +143,7 @@ class Supervisor:
             for each in connected
             if each.record.exit and (all_have_ended or each.record.exit.returncode == 0)
         )
-        if not self._is_closing and all(record.has_ended for record in session.records):
-            self._is_closing = True
+        if all(record.has_ended for record in session.records):
             self._kill_within(self._job.grace_s)
         if session.leave_by is not None:
             self._kill_at = min(self._kill_at, session.leave_by + _MARGIN_S)

@@ -18,13 +18,13 @@ from torchmn.cluster.gpus import count_gpus
 _DEFAULT_PORTS = {"c10d": 29400, "static": 29500}  # torchrun's
 
 
-def _option(*flags: str, variable: str = "") -> Any:
+def _option(*flags: str) -> Any:
     """Declare an option of torchrun, which the help does not list."""
     name = flags[-1].removeprefix("--")
     metadata = {
         "help": f"torchrun's --{name}.",
         "flags": flags,
-        "variable": variable or f"PET_{name.replace('-', '_').upper()}",
+        "variable": f"PET_{name.replace('-', '_').upper()}",
         "is_hidden": True,
     }
     return field(default=None, metadata=metadata)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -31,7 +32,7 @@ from benchmarks.record import RECORDS, environment
 from rich.console import Console
 from rich.table import Table
 
-from tests.all.gpu.ranks import NCCL_VARIABLE
+from tests.all.gpu.ranks import CHECK_LIMIT_VARIABLE, NCCL_VARIABLE
 from torchmn.cluster.environment_variables import SHARE_GPU_VARIABLE
 from torchmn.cluster.gpus import count_gpus
 
@@ -43,6 +44,9 @@ TESTS = ("tests/all/gpu/test_one_process.py", "tests/all/gpu/test_ranks.py",
 CHECK_LIMIT_S = 150.0
 TOTAL_LIMIT_S = 460.0
 """Of `make check-gpu`: eight minutes, of which some are left for the table."""
+ON_ONE_HOST = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_NVLS_ENABLE": "0",
+               "NCCL_RAS_ENABLE": "0"}  # fmt: skip
+"""What NCCL need not try for ranks that share a GPU, so that they begin sooner."""
 MAX_AT_ONCE = 8
 CORES_OF_A_CHECK = 2
 HANGS = "what_hangs"
@@ -128,16 +132,20 @@ def collect(tests: Sequence[str], marks: str = "gpu and not several_gpus") -> li
     return [line for line in done.stdout.splitlines() if "::" in line]
 
 
-def run_checks(names: Sequence[str], limit_s: float) -> list[Outcome]:
+def run_checks(names: Sequence[str], limit_s: float, deadline: float = math.inf) -> list[Outcome]:
     """Run tests in one process, and end it and what it has started at its limit.
 
-    Those of several that have not passed are run again, each in a process of its own.
+    Those of several that have not passed are run again, each in a process of its own and with the
+    whole limit. Those for which no time is left before ``deadline`` are not run.
     """
     began = time.monotonic()
+    limit_s = min(limit_s, deadline - began)
+    if limit_s <= 0:
+        return [Outcome(name, "not run", 0.0, "the total time limit was over") for name in names]
     with tempfile.TemporaryDirectory(prefix="torchmn-check-") as folder:
         report, output = Path(folder) / "report.xml", Path(folder) / "output"
         command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-m", "gpu", *names]
-        command += ["-p", "no:cacheprovider", f"--junitxml={report}"]
+        command += ["-p", "no:cacheprovider", "-p", "no:benchmark", f"--junitxml={report}"]
         with output.open("w") as file:
             process = subprocess.Popen(
                 command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
@@ -160,7 +168,7 @@ def run_checks(names: Sequence[str], limit_s: float) -> list[Outcome]:
         if own is not None:
             outcomes.append(replace(own, check=name))
         else:
-            outcomes += run_checks([name], limit_s - (time.monotonic() - began))
+            outcomes += run_checks([name], limit_s, deadline)
     return outcomes
 
 
@@ -245,12 +253,7 @@ def run_all(
 
     def run(group: Sequence[str]) -> list[Outcome]:
         nonlocal num_ended
-        left_s = deadline - time.monotonic()
-        if left_s <= 0:
-            return [
-                Outcome(name, "not run", 0.0, "the total time limit was over") for name in group
-            ]
-        outcomes = run_checks(group, min(check_limit_s, left_s))
+        outcomes = run_checks(group, check_limit_s, deadline)
         for each in outcomes:
             num_ended += 1
             words = f"{num_ended}/{len(names)} {each.outcome} in {each.seconds:g} s: {each.check}"
@@ -316,6 +319,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="a libnccl.so.2 of 2.30 or later, for ranks that share a GPU where torch's is older",
     )
     chosen = parser.parse_args(arguments)
+    began = time.monotonic()
     console = Console(width=150)
     facts = find_facts()
     reason = reason_not_to_run(facts)
@@ -325,13 +329,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "error" in facts:
         outcomes = [Outcome("the GPU itself", "failed", 0.0, facts["error"])]
     else:
-        os.environ[SHARE_GPU_VARIABLE] = "1"
+        os.environ |= {SHARE_GPU_VARIABLE: "1", CHECK_LIMIT_VARIABLE: str(chosen.limit)}
+        if len(facts["gpus"]) == 1:
+            os.environ |= {**ON_ONE_HOST, **os.environ}
         if chosen.nccl is not None:
             os.environ[NCCL_VARIABLE] = str(chosen.nccl.resolve())
+        names = [*collect(chosen.tests), *collect(chosen.tests, "several_gpus")]
         outcomes = run_all(
-            [*collect(chosen.tests), *collect(chosen.tests, "several_gpus")],
+            names,
             check_limit_s=chosen.limit,
-            total_limit_s=chosen.total,
+            total_limit_s=chosen.total - (time.monotonic() - began),
             console=console,
             num_at_once=chosen.jobs,
         )

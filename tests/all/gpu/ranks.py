@@ -25,9 +25,17 @@ Over = Literal["gloo", "mpi", "nccl"]
 ROOT = Path(__file__).parents[3]
 NCCL_VARIABLE = "TORCHMN_TEST_NCCL"
 """A file of NCCL 2.30 or later, which ranks that share a GPU preload."""
+CHECK_LIMIT_VARIABLE = "TORCHMN_TEST_CHECK_LIMIT_S"
+"""Seconds after which `check` kills a test; ranks are ended before, so that the test tells why."""
 LIMIT_S = 150.0
 _TAIL = 1500
 ENDS_AT_ONCE = ("stuck_stream", "missing_rank")
+
+
+def own_nccl() -> dict[str, str]:
+    """The variable that preloads the NCCL that was given to `check`; none without one."""
+    given = os.environ.get(NCCL_VARIABLE)
+    return {} if given is None else {"LD_PRELOAD": given}
 
 
 def needed(over: Over, size: int) -> str | None:
@@ -73,8 +81,8 @@ def _run(function: str, over: Over, folder: Path, size: int, route: str, timeout
     if over != "nccl":
         first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
         env["CUDA_VISIBLE_DEVICES"] = first
-    elif NCCL_VARIABLE in env:
-        env["LD_PRELOAD"] = env[NCCL_VARIABLE]
+    else:
+        env |= own_nccl()
     if over == "mpi":
         from torchmn.run.backend import find_mpirun
 
@@ -108,11 +116,12 @@ def _run(function: str, over: Over, folder: Path, size: int, route: str, timeout
                     command, env=variables, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT
                 )
             )
-    deadline = time.monotonic() + limit(LIMIT_S)
+    limit_s = min(limit(LIMIT_S), 0.8 * float(os.environ.get(CHECK_LIMIT_VARIABLE, "inf")))
+    deadline = time.monotonic() + limit_s
     try:
         statuses = [process.wait(max(0.1, deadline - time.monotonic())) for process in processes]
     except subprocess.TimeoutExpired:
-        raise AssertionError(f"no end within {LIMIT_S:g} s: {_tails(outputs)}") from None
+        raise AssertionError(f"no end within {limit_s:g} s: {_tails(outputs)}") from None
     finally:
         for process in processes:
             process.kill()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import time
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,16 @@ def test_a_check_that_hangs_is_killed_with_what_it_has_started(checks: Path) -> 
     [row] = run(checks, "test_that_hangs", limit_s=8)
     assert row.outcome == "failed"
     assert row.message.startswith("no end within 8 s")
+
+
+def test_one_that_hangs_takes_no_time_from_those_that_share_its_process(checks: Path) -> None:
+    names = [f"{checks}::test_that_{name}" for name in ("passes", "hangs")]
+    began_s = time.monotonic()
+    rows = check.run_checks(names, 8, began_s + 60)
+    assert [row.outcome for row in rows] == ["passed", "failed"]
+    assert rows[1].message.startswith("no end within 8 s")
+    [late] = check.run_checks(names[:1], 8, began_s)
+    assert (late.outcome, late.message) == ("not run", "the total time limit was over")
 
 
 def test_all_tests_marked_gpu_are_found() -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.all.gpu import work
-from tests.all.gpu.ranks import Over, needed, run_work
+from tests.all.gpu.ranks import NCCL_VARIABLE, Over, needed, own_nccl, run_work
 from tests.all.processes.runner import Runner
 from tests.limits import limit
 from torchmn.comm.create import ROUTES
@@ -32,7 +33,7 @@ def on_gpu(function: Callable[..., None]) -> Callable[..., None]:
 
 
 NCCL = pytest.param("nccl", marks=pytest.mark.several_gpus)
-COLLECTIVES = ("collectives", "order_of_streams", "other_streams")
+COLLECTIVES = ("collectives", "order_of_streams", "other_streams", "minibatch_sums")
 TRAINING = (
     *("every_step", "chosen_by_measurement", "grad_scaler", "compiled", "resume"),
     *("codec_int8", "codec_int4", "codec_1bit"),
@@ -138,95 +139,95 @@ comm.allreduce(x)
 """
 
 
+@pytest.fixture
+def runner(tmp_path: Path) -> Iterator[Runner]:
+    made = Runner(tmp_path)
+    yield made
+    made.close()
+
+
 @on_gpu
-def test_the_job_ends_and_names_the_rank_whose_stream_is_stuck(tmp_path: Path) -> None:
-    runner = Runner(tmp_path)
-    try:
-        missing = needed("mpi", 2)
-        if missing is not None:
-            pytest.skip(reason=missing)
-        env = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
-        script = runner.script(STUCK)
-        process = runner.start("-n", "2", "--backend", "mpi", "--grace", "1", script, **env)
-        _, err = process.communicate(timeout=limit(150))
-        assert process.returncode
-        assert "rank 1" in err
-        assert "did not finish its own work within 5 s" in err
-    finally:
-        runner.close()
+def test_the_job_ends_and_names_the_rank_whose_stream_is_stuck(runner: Runner) -> None:
+    missing = needed("mpi", 2)
+    if missing is not None:
+        pytest.skip(reason=missing)
+    env = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
+    script = runner.script(STUCK)
+    process = runner.start("-n", "2", "--backend", "mpi", "--grace", "1", script, **env)
+    _, err = process.communicate(timeout=limit(150))
+    assert process.returncode
+    assert "rank 1" in err
+    assert "did not finish its own work within 5 s" in err
 
 
-ON_NCCL = [
-    pytest.param(
-        "nccl",
-        marks=[
-            pytest.mark.gpu,
-            pytest.mark.several_gpus,
-            pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-        ],
-    )
-]
 TRAINED = """
 import torchmn
 from tests.all.gpu import work
 comm = torchmn.create_communicator("auto", quiet=True)
 model = work.network(comm)
 optimizer = torchmn.create_multi_node_optimizer(work.sgd(model), comm, model)
-work.train(comm, model, optimizer, range(30))
+work.train(comm, model, optimizer, range({num_steps}))
+if comm.rank == 0:
+    print("trained", flush=True)
+while {is_endless}:
+    work.train(comm, model, optimizer, range(10))
 comm.finalize()
 """
 
 
-@pytest.mark.processes
-@pytest.mark.slow
-@pytest.mark.timeout(200)
-@pytest.mark.parametrize("backend", ["gloo", *ON_NCCL])
-def test_the_report_of_a_run_has_its_phases(backend: str, tmp_path: Path) -> None:
-    runner = Runner(tmp_path)
-    try:
-        process = runner.start("-n", "2", "--backend", backend, runner.script(TRAINED))
-        _, err = process.communicate(timeout=limit(150))
-        assert process.returncode == 0, err
-        report = runner.start_python("-m", "torchmn", "report", "--text", "logs/latest")
-        text, err = report.communicate(timeout=limit(60))
-        assert report.returncode == 0, err
-    finally:
-        runner.close()
+def on_cpus_and_over_nccl(function: Callable[..., None]) -> Callable[..., None]:
+    """Mark a test of a job: on CPUs, and on GPUs in `make check-gpu`."""
+    missing = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+    on_nccl = pytest.param("nccl", marks=[pytest.mark.gpu, pytest.mark.several_gpus, missing])
+    for mark in (
+        pytest.mark.processes,
+        pytest.mark.slow,
+        pytest.mark.timeout(200),
+        pytest.mark.parametrize("backend", ["gloo", on_nccl]),
+    ):
+        function = mark(function)
+    return function
+
+
+def start(runner: Runner, backend: str, **options: object) -> subprocess.Popen[str]:
+    """Start two ranks that train, over a library."""
+    script = runner.script(TRAINED.format(**options))
+    env = own_nccl() if backend == "nccl" else {}
+    return runner.start("-n", "2", "--backend", backend, script, **env)
+
+
+@on_cpus_and_over_nccl
+def test_the_report_of_a_run_has_its_phases(backend: str, runner: Runner) -> None:
+    process = start(runner, backend, num_steps=30, is_endless=False)
+    _, err = process.communicate(timeout=limit(150))
+    assert process.returncode == 0, err
+    report = runner.start_python("-m", "torchmn", "report", "--text", "logs/latest")
+    text, err = report.communicate(timeout=limit(60))
+    assert report.returncode == 0, err
     assert "30 steps" in text, text
     for phase in ("forward", "backward", "optimizer"):
         assert phase in text, text
 
 
-ENDLESS = """
-import torchmn
-from tests.all.gpu import work
-comm = torchmn.create_communicator("auto", quiet=True)
-model = work.network(comm)
-optimizer = torchmn.create_multi_node_optimizer(work.sgd(model), comm, model)
-work.train(comm, model, optimizer, range(3))
-if comm.rank == 0:
-    print("ready", flush=True)
-while True:
-    work.train(comm, model, optimizer, range(10))
-"""
+@on_cpus_and_over_nccl
+def test_ctrl_c_ends_ranks_by_themselves(backend: str, runner: Runner) -> None:
+    process = start(runner, backend, num_steps=3, is_endless=True)
+    assert process.stdout is not None
+    assert any("trained" in line for line in process.stdout)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=limit(60))
+    assert process.returncode == 130, err
+    assert "killed" not in err, err
 
 
-@pytest.mark.processes
-@pytest.mark.slow
-@pytest.mark.timeout(200)
-@pytest.mark.parametrize("backend", ["gloo", *ON_NCCL])
-def test_ctrl_c_ends_ranks_by_themselves(backend: str, tmp_path: Path) -> None:
-    runner = Runner(tmp_path)
-    try:
-        process = runner.start("-n", "2", "--backend", backend, runner.script(ENDLESS))
-        assert process.stdout is not None
-        assert any("ready" in line for line in process.stdout)
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=limit(60))
-        assert process.returncode == 130, err
-        assert "killed" not in err, err
-    finally:
-        runner.close()
+@on_gpu
+@pytest.mark.several_gpus
+def test_ranks_that_pretend_to_be_on_hosts_of_their_own_over_nccl(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The way for torch's NCCL if it is older than 2.30, whatever `check` was given."""
+    monkeypatch.delenv(NCCL_VARIABLE, raising=False)
+    run_work("sums", "nccl")
 
 
 # ---- the same functions on CPUs, in the ordinary tests: the checks themselves are right ----

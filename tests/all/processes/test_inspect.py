@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -166,12 +169,19 @@ def test_an_elastic_job(runner: Runner) -> None:
     assert process.returncode == 0
 
 
-@pytest.mark.mpi
-def test_a_job_of_mpirun_is_found_by_its_process(runner: Runner) -> None:
-    """Its script calls `install_crash_handler`, whose server follows the ranks."""
+def torchrun() -> list[str]:
+    return [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node=3"]
+
+
+LAUNCHERS = {"mpirun": mpirun, "torchrun": torchrun}
+
+
+@contextmanager
+def started_by(launcher: str, runner: Runner, what: str) -> Iterator[tuple[Any, Path]]:
+    """A job that torchmn did not start, and the folder in which its server can be asked."""
     environment = {**os.environ, "PYTHONPATH": PYTHON_PATH, MARK: runner.mark, **AS_ROOT}
     process = subprocess.Popen(
-        [*mpirun(), runner.script(SCRIPT), "work"],
+        [*LAUNCHERS[launcher](), runner.script(SCRIPT), what],
         cwd=runner.folder,
         env=environment,
         stdout=subprocess.PIPE,
@@ -182,14 +192,41 @@ def test_a_job_of_mpirun_is_found_by_its_process(runner: Runner) -> None:
         wait_for_ranks(runner.folder, 3)
         (folder,) = (runner.folder / "torchmn-logs").iterdir()
         wait_until(lambda: (folder / "inspect.json").exists())
+        yield process, folder
+    finally:
+        process.terminate()
+        process.communicate(timeout=limit(60))
+
+
+EACH_LAUNCHER = pytest.mark.parametrize(
+    "launcher", [pytest.param("mpirun", marks=pytest.mark.mpi), "torchrun"]
+)
+
+
+@EACH_LAUNCHER
+def test_a_job_of_another_launcher_is_found_by_its_process(runner: Runner, launcher: str) -> None:
+    """Its script calls `install_crash_handler`, whose server follows the ranks."""
+    with started_by(launcher, runner, "work") as (process, folder):
         found = checked("inspect", inspect(runner, str(folder), "--json").stdout)
         (runner.folder / "over").touch()
         out, err = process.communicate(timeout=limit(60))
-    finally:
-        process.kill()
     assert process.returncode == 0, out + err
     assert [len(state["reply"]["recent"]) for state in found["ranks"]] == [8, 8, 8]
     wait_until(lambda: not folder.exists())
+
+
+@EACH_LAUNCHER
+def test_a_rank_that_the_others_wait_for_under_another_launcher(
+    runner: Runner, launcher: str
+) -> None:
+    with started_by(launcher, runner, "sleep") as (_, folder):
+
+        def text() -> str:
+            return inspect(runner, str(folder)).stdout
+
+        wait_until(lambda: "rank 1 did not reach it" in text(), text, 60)
+        assert re.search(r"script\.py:\d+ in load_slowly ", text())
+    runner.wait_until_nothing_is_left()
 
 
 @pytest.mark.timeout(180)

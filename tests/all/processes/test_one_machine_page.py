@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.all.gpu.ranks import own_nccl
 from tests.all.processes.runner import MARK, PYTHON_PATH, Runner
 from tests.limits import limit
 from tests.project.snippets import blocks
@@ -63,4 +64,5 @@ def test_on_gpus(runner: Runner) -> None:
     compiles = {"PYTHONPATH": os.pathsep.join(PYTHON_PATH.split(os.pathsep)[1:])}
     one = trained(runner, "one", **compiles)
     words = ("-m", "torchmn", "run", "-n", "2", "--backend", "nccl")
+    compiles |= own_nccl()
     check(one, trained(runner, "two", *words, TORCHMN_SHARE_GPU="1", **compiles))

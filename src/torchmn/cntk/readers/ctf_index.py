@@ -168,13 +168,9 @@ def _begin_of_text(file: BinaryIO, path: str) -> int:
 
 def _end_of_lines(text: Array) -> int:
     """The offset at which the last whole line ends; 0 if there is none."""
-    end, window = len(text), 64 * KiB
-    while end > 0:
-        begin = max(end - window, 0)
-        found = text[begin:end].tobytes().rfind(b"\n")
-        if found >= 0:
+    for begin in (max(len(text) - 64 * KiB, 0), 0):  # a copy of all of it only for long lines
+        if (found := text[begin:].tobytes().rfind(b"\n")) >= 0:
             return begin + found + 1
-        end, window = begin, window * 4
     return 0
 
 

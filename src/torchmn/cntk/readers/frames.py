@@ -7,9 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from torchmn.base.errors import (
-    DataError,
-)
+from torchmn.base.errors import DataError
 from torchmn.cntk.readers.assembly import select
 from torchmn.cntk.readers.deserializer import (
     Chunk,

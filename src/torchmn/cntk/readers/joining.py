@@ -59,7 +59,8 @@ class JoinedDeserializer:
                 order = _match(keys[0] or (), keys[number] or (), first, other)
             own_lengths = lengths[number]
             lengths[number] = None if own_lengths is None else own_lengths[order]
-            self._others.append(_Other(other, infos[number], order))
+            starts = np.cumsum([0, *(info.num_sequences for info in infos[number])])
+            self._others.append(_Other(other, starts, order))
         self._infos = self._chunk_infos(infos[0], lengths)
         self.is_parallel = any(getattr(d, "is_parallel", False) for d in self._deserializers)
         self.is_in_memory = all(getattr(d, "is_in_memory", False) for d in self._deserializers)
@@ -132,10 +133,10 @@ class _Held:
 class _Other:
     """Another deserializer, and where it has the sequences of the first one."""
 
-    def __init__(self, deserializer: Deserializer, infos: list[ChunkInfo], order: Indices) -> None:
+    def __init__(self, deserializer: Deserializer, starts: Indices, order: Indices) -> None:
         self._deserializer = deserializer
         self._streams = deserializer.stream_infos()
-        self._starts = np.cumsum([0, *(info.num_sequences for info in infos)])
+        self._starts = starts
         self._order = order
         self._lock = ProcessLock()
         self._held: weakref.WeakValueDictionary[int, _Held] = weakref.WeakValueDictionary()
@@ -155,13 +156,9 @@ class _Other:
                 held = self._held[chunk_id] = _Held(self._deserializer.get_chunk(chunk_id))
             return held
 
-    def __getstate__(self) -> dict[str, object]:
+    def __reduce__(self) -> tuple[object, ...]:
         # Weak references cannot be pickled, and a worker process reads its chunks itself.
-        return {name: value for name, value in vars(self).items() if name != "_held"}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        vars(self).update(state)
-        self._held = weakref.WeakValueDictionary()
+        return _Other, (self._deserializer, self._starts, self._order)
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,12 +8,8 @@ from typing import Any
 
 import torch
 
-from torchmn.base.errors import (
-    UnsupportedError,
-)
-from torchmn.cntk.readers.deserializer import (
-    InputMap,
-)
+from torchmn.base.errors import UnsupportedError
+from torchmn.cntk.readers.deserializer import InputMap
 from torchmn.cntk.readers.minibatch import MinibatchData
 from torchmn.cntk.readers.minibatch_source import MinibatchSource
 from torchmn.comm import Communicator

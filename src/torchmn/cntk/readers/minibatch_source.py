@@ -9,12 +9,7 @@ from typing import Any
 
 import torch
 
-from torchmn.base.errors import (
-    DataError,
-    UsageError,
-    raise_if_no_count,
-    raise_if_unknown,
-)
+from torchmn.base.errors import DataError, UsageError, raise_if_no_count, raise_if_unknown
 from torchmn.cntk.readers.arrays import ArrayChunk
 from torchmn.cntk.readers.deserializer import (
     Deserializer,

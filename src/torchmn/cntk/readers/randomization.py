@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from torchmn.cntk.readers.deserializer import (
     sequence_lengths,
 )
 from torchmn.cntk.readers.minibatch import MinibatchData
+from torchmn.data import shard_bounds
 from torchmn.data.permutations import keyed_permutation
 
 
@@ -117,8 +119,7 @@ class GlobalMinibatch:
         """
         if num_partitions == 1:
             return list(self.parts)
-        share, rest = divmod(self.num_samples, num_partitions)
-        bounds = [share * r + min(r, rest) for r in (index, index + 1)]
+        bounds = shard_bounds(self.num_samples, num_partitions, index, force_equal_length=False)
         lengths = np.concatenate([part.lengths for part in self.parts])
         middles = np.cumsum(lengths) - (lengths + 1) // 2
         begin, end = (int(np.searchsorted(middles, bound)) for bound in bounds)
@@ -335,12 +336,9 @@ class SequenceOrder:
     def _fits_into_window(self) -> bool:
         if self._window_in_chunks:
             return len(self._infos) <= self._window_in_chunks
-        total = 0
-        for info in self._infos:
-            total += info.num_samples
-            if total > self._window_in_samples:
-                return False
-        return True
+        # Lazily: where infos are made on demand, no more of them than the window has.
+        totals = accumulate(info.num_samples for info in self._infos)
+        return all(total <= self._window_in_samples for total in totals)
 
     def _make_block(self, sweep: int, number: int) -> Block:
         chunk_ids = self._chunks_of_blocks(sweep)[number]

@@ -105,27 +105,19 @@ class Chunks:
         self._name = name
         self._lock = threading.Lock()
         self._futures: dict[int, Future[Chunk]] = {}
-        self._here: dict[int, Chunk] = {}
         self._kept: frozenset[int] = frozenset()
 
     def __call__(self, chunk_id: int) -> Chunk:
         """The chunk, read now if it is not here. Raises DataError: it cannot be read."""
-        # Without the lock, for most calls end here. The lock is not held while a chunk is read:
-        # one thread reads it, and those that need the same one wait for its future.
-        here = self._here.get(chunk_id)
-        if here is not None:
-            return here
+        # The lock is not held while a chunk is read: one thread reads it, and those that need the
+        # same one wait for its future. `keep_only` may drop the chunk in the meantime.
         with self._lock:
             future = self._futures.get(chunk_id)
             if is_reader := future is None:
                 future = self._futures[chunk_id] = Future()
         if is_reader:
             try:
-                chunk = self._read(chunk_id)
-                with self._lock:  # `keep_only` may have dropped the chunk in the meantime
-                    if self._futures.get(chunk_id) is future:
-                        self._here[chunk_id] = chunk
-                future.set_result(chunk)
+                future.set_result(self._read(chunk_id))
             except BaseException as error:
                 with self._lock:
                     if self._futures.get(chunk_id) is future:
@@ -139,7 +131,6 @@ class Chunks:
             self._kept = frozenset(chunk_ids)
             for chunk_id in [c for c in self._futures if c not in self._kept]:
                 del self._futures[chunk_id]
-                self._here.pop(chunk_id, None)
 
     def read_ahead(self, chunk_id: int) -> None:
         """Read a chunk, unless it is no longer one to keep. Errors are raised where it is used."""

@@ -23,6 +23,7 @@ from torchmn.cntk.readers.deserializer import Chunk, StreamData, StreamInformati
 from torchmn.cntk.readers.files import ProcessLock
 from torchmn.cntk.readers.minibatch import MinibatchData
 from torchmn.cntk.readers.randomization import Block, Position, SequenceOrder
+from torchmn.data import shard_bounds
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,7 @@ class TruncatedMinibatch:
         seed: int,
     ) -> dict[str, MinibatchData]:
         """Decode one partition's rows, which are the same ones in every minibatch."""
-        share, rest = divmod(len(self.pieces), num_partitions)
-        begin, end = (share * r + min(r, rest) for r in (index, index + 1))
+        begin, end = shard_bounds(len(self.pieces), num_partitions, index, force_equal_length=False)
         pieces = self.pieces[begin:end]
         found: list[dict[str, StreamData]] = []
         for piece in pieces:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -15,6 +16,8 @@ from torchmn.cluster.launcher_env import read_launcher_env
 from torchmn.cntk.learner import Learner, LearnerSet
 from torchmn.comm import Communicator as Ranks
 from torchmn.comm import create_communicator
+from torchmn.comm.collectives import allgather_for
+from torchmn.data.stream_reading import recognizable
 from torchmn.exchange.optimizer import MultiNodeOptimizer, create_multi_node_optimizer
 from torchmn.exchange.schedules import BlockMomentum, EveryStep, Schedule, Warmup
 
@@ -40,10 +43,10 @@ __all__ = [
 _of_process: list[Ranks] = []  # the communicator that all ranks of the job share, once it was made
 
 
-def default_communicator() -> Ranks:
+def default_communicator(route: RouteName | Literal["auto"] = "auto") -> Ranks:
     """The `torchmn.Communicator` of all ranks of this job, made at the first call. *Collective.*"""
     if not _of_process:
-        _of_process.append(create_communicator())
+        _of_process.append(create_communicator(route))
     return _of_process[0]
 
 
@@ -121,13 +124,13 @@ def mpi_communicator(route: RouteName | Literal["auto"] = "auto") -> Communicato
     >>> communicator.rank(), communicator.is_main()
     (0, True)
     """
-    if not _of_process:
-        _of_process.append(create_communicator(route))
-    elif route not in ("auto", _of_process[0].name):
+    was_made = bool(_of_process)
+    comm = default_communicator(route)
+    if was_made and route not in ("auto", comm.name):
         raise UsageError(
-            f"{_of_process[0].rank_label}: mpi_communicator({route!r}) was called when the "
-            f"communicator had been made with the route {_of_process[0].name!r}. Call it before "
-            "Communicator.rank() and before the first Trainer."
+            f"{comm.rank_label}: mpi_communicator({route!r}) was called when the communicator had "
+            f"been made with the route {comm.name!r}. Call it before Communicator.rank() and "
+            "before the first Trainer."
         )
     return Communicator()
 
@@ -321,6 +324,20 @@ def _raise_if_shared(optimizers: Sequence[Optimizer]) -> None:
                         f"Learners {owners[parameter]} and {number} both have a parameter of shape "
                         f"{tuple(parameter.shape)}. Give each parameter to one learner."
                     )
+
+
+def warn_if_equal(minibatch: Sequence[Tensor | np.ndarray[Any, Any]], comm: Ranks) -> None:
+    """Warn if another rank was given the same samples, which then count twice. *Collective.*"""
+    own = recognizable(minibatch)
+    other = allgather_for(comm, "the first minibatches", own).index(own)
+    if own and other < comm.rank:
+        warn(
+            f"{comm.rank_label}: this rank and rank {other} were given the same first minibatch, "
+            "so that its samples count twice. Give next_minibatch() "
+            "num_data_partitions=Communicator.num_workers() and "
+            "partition_index=Communicator.rank(), or train_minibatch() a part of each array.",
+            ResultWarning,
+        )
 
 
 def _warn_of_separate_training() -> None:

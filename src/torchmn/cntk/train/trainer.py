@@ -13,7 +13,8 @@ blocks end on all ranks at the same minibatch, where the samples of all have fil
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,7 +27,7 @@ from torchmn.base.errors import DataError, UnsupportedError, UsageError
 from torchmn.checkpoint import MultiNodeCheckpointer, create_multi_node_checkpointer
 from torchmn.cntk.learner import Learner, LearnerSet
 from torchmn.cntk.readers.minibatch import MinibatchData
-from torchmn.cntk.train.distributed import default_communicator, optimizers_of
+from torchmn.cntk.train.distributed import default_communicator, optimizers_of, warn_if_equal
 from torchmn.cntk.train.minibatch_sums import MinibatchSums, mean_and_sum, start_sum
 from torchmn.data.batch_size import num_samples
 from torchmn.exchange.optimizer import MultiNodeOptimizer
@@ -103,6 +104,7 @@ class Trainer:
         self.num_sweeps = 0
         """Number of sweeps over the data that have ended."""
         self._last = MinibatchSums()
+        self._has_begun = False
         parts = [part for part in (model, self._criterion[0]) if isinstance(part, nn.Module)]
         self._models = [part for part in parts if any(True for _ in part.parameters())]
         self.communicator, self.optimizers = optimizers_of(self.parameter_learners, self._models)
@@ -148,9 +150,22 @@ class Trainer:
                 "train_minibatch(outputs=...) is not supported: a model of torch has no variables "
                 "by name. Let a module keep its output, or give it a forward hook."
             )
+        with self._frozen_others():
+            return self._train(arguments, device, is_sweep_end)
+
+    def _train(
+        self,
+        arguments: Mapping[str, Argument],
+        device: torch.device | str | None,
+        is_sweep_end: bool | None,
+    ) -> bool:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
-        loss, own = self._evaluate(arguments, device)
+        loss, own = self._evaluate(arguments, device, self._criterion)
+        if self._shared is not None and not self._has_begun:
+            # Once: later minibatches have come from the same source, in the same way.
+            warn_if_equal(list(map(_values, arguments.values())), self._shared.communicator)
+        self._has_begun = True
         own.is_sweep_end = _is_sweep_end(arguments) if is_sweep_end is None else is_sweep_end
         # Before backward, which hides the time of this sum.
         under_way = start_sum(own, self.communicator)
@@ -175,6 +190,7 @@ class Trainer:
                 share = total.num_samples / shared.communicator.size
                 shared.reducer.contribution.mean_samples = share
             if loss is None:
+                # There was no backward pass, whose hooks begin the exchange: the others wait in it.
                 shared.reducer.exchange_now()
         is_scaled = False
         for optimizer in self.optimizers:
@@ -191,6 +207,26 @@ class Trainer:
             writer.update_training(total.num_samples, total.loss, total.metric)
         self._report_synchronization(num_synchronized)
         return True
+
+    @contextmanager
+    def _frozen_others(self) -> Iterator[None]:
+        """Without gradients of parameters that no learner of this trainer has, as in CNTK.
+
+        They may belong to another trainer, as the discriminator that a generator is trained
+        through: its optimizer would take their gradients for its own and exchange them.
+        """
+        own = {
+            p for each in self.optimizers for group in each.param_groups for p in group["params"]
+        }
+        parameters = (p for model in self._models for p in model.parameters())
+        others = [p for p in parameters if p.requires_grad and p not in own]
+        for parameter in others:
+            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for parameter in others:
+                parameter.requires_grad_()
 
     def _step(self, optimizer: Optimizer, num_samples: int) -> bool:
         """Step one optimizer; return whether the GradScaler took part."""
@@ -218,10 +254,10 @@ class Trainer:
         self,
         arguments: Mapping[str, Argument],
         device: torch.device | str | None,
-        criterion: Any = None,
+        criterion: tuple[Criterion, Criterion | None],
     ) -> tuple[Tensor | None, MinibatchSums]:
         """The mean loss over this rank's samples, and the sums of loss and metric."""
-        of_loss, of_metric = self._criterion if criterion is None else _criteria(criterion)
+        of_loss, of_metric = criterion
         if not isinstance(arguments, Mapping):
             raise UsageError(
                 f"The arguments of a minibatch are of type {type(arguments).__name__}. They must "
@@ -312,10 +348,10 @@ class Trainer:
 
         *Collective.* ``criterion`` is used in place of the trainer's.
         """
-        of_loss, of_metric = self._criterion if criterion is None else _criteria(criterion)
-        parts = (self.model, of_loss, of_metric)
+        used = self._criterion if criterion is None else _criteria(criterion)
+        parts = (self.model, *used)
         with evaluation_mode(part for part in parts if isinstance(part, nn.Module)):
-            _, own = self._evaluate(arguments, device, criterion)
+            _, own = self._evaluate(arguments, device, used)
         total = start_sum(own, self.communicator)()
         value = float(total.loss if total.metric is None else total.metric)
         if total.num_samples:
@@ -465,6 +501,13 @@ def _parameter_names(model: nn.Module) -> list[str]:
 
 def _name_of(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", type(function).__name__)
+
+
+def _values(value: Argument) -> Tensor | np.ndarray[Any, Any]:
+    found = value.data if isinstance(value, MinibatchData) else value
+    if not isinstance(found, Tensor):
+        return np.asarray(found)
+    return found.values() if found.layout == torch.sparse_csr else found
 
 
 def _num_samples(value: Argument) -> int:

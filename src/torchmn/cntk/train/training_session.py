@@ -198,10 +198,8 @@ class TrainingSession:
         continues = self.on_cross_validation_end(
             index, result.error, result.num_samples, result.num_minibatches
         )
-        row = torch.tensor([continues is not False], dtype=torch.int64, device="cpu")
-        if self.comm is not None:
-            row = self.comm.allreduce(row, "min")
-        return bool(row.item())
+        own = continues is not False
+        return own if self.comm is None else all(self.comm.allgather_obj(own))
 
     def _evaluate(
         self,

@@ -24,6 +24,7 @@ from torchmn.control.codec import decode_union
 from torchmn.observe.read.recorded_run import Buckets, Clock, Floats, RankRecord, Run, Steps
 from torchmn.observe.read.seeking import MEMORY, STEP, seek, step_range, tail
 from torchmn.record.records import (
+    FOLDER,
     FORMAT,
     PHASES,
     ClockOffset,
@@ -37,7 +38,6 @@ from torchmn.record.records import (
     Value,
 )
 
-FOLDER = "steps"
 MAX_NBYTES = 128 * 2**20  # of lines that are read of a run, over all its ranks
 WINDOW_STEPS = 8
 # Lines of `GradientTimes` that are kept of a rank: they are long, and similar.

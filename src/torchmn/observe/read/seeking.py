@@ -5,7 +5,8 @@ import re
 from pathlib import Path
 from typing import BinaryIO
 
-STEP = re.compile(rb'\n[^\n]{0,40}?"step":\s*(\d+)')
+# Not of other lines: values that the script reports have any number of step, such as an epoch's.
+STEP = re.compile(rb'\n\{"type":\s*"Step",\s*"step":\s*(\d+)')
 MEMORY = re.compile(rb'\n[^\n]{0,40}?"Memory"')
 _BLOCK = 1 << 14
 

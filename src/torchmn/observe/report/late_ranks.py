@@ -158,9 +158,10 @@ def _why(summary: Summary, late: _Lateness, phase: Phase) -> tuple[str, str]:
     if sharing:
         cure = "Bind each rank to cores of its own, as torchmn run does (binding.txt of its log)."
         return sharing, cure
-    late_s = float(late.excess.mean())
-    queued_s = _more_than_others(summary, "run_queue_s", late.group)
-    ran_s = _more_than_others(summary, "cpu_s", late.group)
+    late_s, group = float(late.excess.mean()), list(late.group)
+    usual = ~summary.is_slow
+    queued, ran = (summary.column(name)[usual].mean(0) for name in ("run_queue_s", "cpu_s"))
+    queued_s, ran_s = _more_than_others(queued, group), _more_than_others(ran, group)
     if not np.isfinite(queued_s + ran_s) or summary.ranks[late.group[0]].start.device != "cpu":
         return (
             f"it was so by {duration(late_s)} in the mean step, while the others waited for it in "
@@ -169,8 +170,16 @@ def _why(summary: Summary, late: _Lateness, phase: Phase) -> tuple[str, str]:
             "of the same size.",
         )
     blocked_s = late_s - queued_s - ran_s
+    # A rank can be blocked only while it neither runs nor is ready to. If it never was, the others
+    # polled in the exchange while they waited for it, which counts as running or being ready.
+    idle_s = float((summary.steady[usual].sum(2).mean(0) - queued - ran)[group].mean())
+    polled_s = max(0.0, blocked_s - max(0.0, idle_s))
+    waited_s, cpu_s = float(queued[group].mean()), float(ran[group].mean())
+    as_ready_s = min(polled_s, max(0.0, waited_s - queued_s))  # it has waited no longer itself
+    queued_s += as_ready_s
+    ran_s += polled_s - as_ready_s
+    blocked_s -= polled_s
     share = min(1.0, max(queued_s, ran_s, blocked_s) / late_s)
-    waited_s, cpu_s = (summary.column(c)[:, late.group].mean() for c in ("run_queue_s", "cpu_s"))
     if queued_s >= max(ran_s, blocked_s):
         return (
             f"it was ready to run but had no core for {share:.0%} of the time by which it is late, "
@@ -192,10 +201,9 @@ def _why(summary: Summary, late: _Lateness, phase: Phase) -> tuple[str, str]:
     )
 
 
-def _more_than_others(summary: Summary, column: str, group: tuple[int, ...]) -> float:
-    """Return how many seconds more than others a group has in a column of the mean step."""
-    means = summary.column(column)[~summary.is_slow].mean(0)
-    return float(means[list(group)].min() - np.median(np.delete(means, group)))
+def _more_than_others(seconds: Floats, group: list[int]) -> float:
+    """Return how much more than the others the ranks of a group have."""
+    return float(seconds[group].min() - np.median(np.delete(seconds, group)))
 
 
 def _shares_cores(summary: Summary, group: tuple[int, ...]) -> str:

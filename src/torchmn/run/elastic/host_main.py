@@ -175,6 +175,7 @@ class Host:
         if self._has_failed:
             self._end_agents(signal.SIGTERM)
         if time.monotonic() > self._kill_at:
+            # The kernel kills their scripts with them, as each has asked it to.
             for pid in self._agents:
                 send(pid, signal.SIGKILL)
 

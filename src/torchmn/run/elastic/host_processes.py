@@ -53,12 +53,15 @@ class HostProcesses:
             if host.process is None and now >= host.start_at:
                 host.kill_at = None
                 try:
+                    # The host notices by the end of its input that this process is gone, also
+                    # where the remote shell in between is killed and passes no signal on.
                     command = self._command(host.name)
                     host.process = start_process(command, host.log, keeps_stdin=True)
                 except LaunchError as error:
                     _start_later(host)
                     failed.append((host.name, str(error)))
             elif host.process and host.kill_at is not None and now > host.kill_at:
+                # Those below first: they may have sessions of their own, and would be orphans.
                 kill_descendants(host.process.pid, limit_s=1.0)
                 send_group(host.process.pid, signal.SIGKILL)
         return failed

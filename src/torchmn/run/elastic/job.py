@@ -42,6 +42,7 @@ def parse_elastic(text: str) -> tuple[int, int, float]:
 
 def job_order(job: Job, env: Mapping[str, str], supervisor: str) -> JobOrder:
     """Return what the launcher tells each host. ``supervisor`` is the address for its agents."""
+    # A host that joins has an environment of its own, in which these are missing.
     known = {name: env[name] for name in _ORDERED if name in env}
     return JobOrder(
         cwd=str(job.cwd),
@@ -61,6 +62,7 @@ def host_process(job: Job, env: Mapping[str, str], host: str, *, rendezvous: str
         secret=job.secret,
         rendezvous=rendezvous,
         node_rank=None if job.meeting is None else job.node_rank,
+        # On the standard input, not on the command line: other users can read that.
         env={
             name: text
             for name, text in env.items()

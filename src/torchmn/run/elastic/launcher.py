@@ -38,7 +38,6 @@ from torchmn.run.elastic.round_session import RoundSession, num_ranks_of
 from torchmn.run.job import Command, Job
 from torchmn.run.monitor.inspections import Inspections
 from torchmn.run.monitor.job_result import JobResult
-from torchmn.run.monitor.rank_session import write_failure_report
 
 _MARGIN_S = 10.0  # how much longer than the ranks' grace period the hosts have to end by themselves
 
@@ -74,9 +73,9 @@ class ElasticLauncher:
             job_order(job, env, channels.address_of(self._listener)),
         )
         self._hosts = HostProcesses(names, self._host_command, job.log_dir)
-        self._ranks: RoundSession | None = None
         self._inspections = Inspections(job.log_dir)
-        self._has_stopped = False
+        # Before the first round there is one without ranks.
+        self._ranks = self._session_of(Round(number=0, members=[], num_restarts=0, reason=""))
         self._end: str | None = None  # why the job ended, empty if it went well
         self._kill_at = float("inf")
         self._shown: set[str] = set()
@@ -92,8 +91,7 @@ class ElasticLauncher:
         finally:
             self._owner.kill_all()
             self._owner.reap()
-            if self._ranks is not None:
-                self._ranks.close()
+            self._ranks.close()
             self._rendezvous.close()
             self._listener.close()
             self._inspections.close()
@@ -116,8 +114,7 @@ class ElasticLauncher:
         with selectors.DefaultSelector() as selector:
             selector.register(self._owner, selectors.EVENT_READ, self._on_wakeup)
             selector.register(self._rendezvous, selectors.EVENT_READ, lambda: None)
-            if self._ranks is not None:
-                self._ranks.register(selector)
+            self._ranks.register(selector)
             for key, _ in selector.select(0.2):
                 key.data()
 
@@ -136,28 +133,30 @@ class ElasticLauncher:
         if isinstance(decision, Round):
             self._begin(decision)
         elif isinstance(decision, RoundEnding):
-            if self._ranks is not None:
-                self._ranks.disconnect_pending()
+            self._ranks.disconnect_pending()
         elif isinstance(decision, HostLost):
             self._output.say(decision.text)
             self._hosts.give_up(decision.host, self._job.grace_s + _MARGIN_S)
-            if self._ranks is not None:
-                self._ranks.drop_host(decision.host)
+            self._ranks.drop_host(decision.host)
         elif isinstance(decision, UserMessage):
             self._say_once(decision.text)
         elif isinstance(decision, JobEnded):
             self._finish(decision.text)
 
     def _begin(self, found: Round) -> None:
-        """Begin a round: listen for its ranks, which authenticate with the round's own secret."""
-        if self._ranks is not None:
-            if found.num_restarts > self._ranks.round.num_restarts:
-                self._ranks.show_error(self._ranks.result())
+        """Begin a round, and say why the one before has ended."""
+        if found.num_restarts > self._ranks.round.num_restarts:
+            self._ranks.show_error(self._ranks.result())
+        if self._ranks.round.number:
             self._output.say(self._describe_restart(self._ranks, found))
-            self._ranks.close()
+        self._ranks.close()
         for member in found.members:
             self._hosts.has_joined(member.host)
         self._shown.clear()
+        self._ranks = self._session_of(found)
+
+    def _session_of(self, found: Round) -> RoundSession:
+        """Listen for the ranks of a round, which authenticate with the round's own secret."""
         secret = round_secret(self._job.secret, found.number)
         listener = AuthenticatedListener(
             # A duplicate: closing one round's listener leaves the port open for the next round.
@@ -165,7 +164,7 @@ class ElasticLauncher:
             secret=secret,
             role=channels.SUPERVISOR,
         )
-        self._ranks = RoundSession(
+        session = RoundSession(
             found,
             self._job,
             listener,
@@ -173,7 +172,8 @@ class ElasticLauncher:
             on_checkpoint=self._on_checkpoint,
             on_notice=self._on_notice,
         )
-        self._ranks.inspections = self._inspections
+        session.inspections = self._inspections
+        return session
 
     def _on_checkpoint(self, saved: CheckpointSaved) -> None:
         """Let waiting hosts join, since all continue from this checkpoint."""
@@ -181,6 +181,7 @@ class ElasticLauncher:
 
     def _on_notice(self, host: str, text: str) -> None:
         """Continue without a host that will be preempted, unless it is the launcher's own."""
+        # The connections of all hosts end with this process: no other one can go on without it.
         if is_this_host(host):
             self._output.say(f"{host}, the host of the launcher: {text}. All ranks save and exit.")
         else:
@@ -202,12 +203,9 @@ class ElasticLauncher:
 
     def _act(self, now: float) -> None:
         for signum in self._owner.take_signals_to_forward():
-            if self._ranks is not None:
-                self._ranks.forward_signal(signum)
-        if self._ranks is not None:
-            self._ranks.act()
-        if not self._has_stopped and self._must_stop():
-            self._has_stopped = True
+            self._ranks.forward_signal(signum)
+        self._ranks.act()
+        if not self._state.is_over and self._must_stop():
             self._state.stop(self._owner.end_signal)
         for decision in self._rendezvous.serve(now):
             self._on_decision(decision)
@@ -218,9 +216,9 @@ class ElasticLauncher:
         After SIGTERM the ranks of the round first have time to save.
         """
         by, ranks = self._owner.interrupted_by, self._ranks
-        if ranks is not None and ranks.has_saved and not self._state.will_continue:
+        if ranks.has_saved and not self._state.will_continue:
             return True
-        if by != signal.SIGTERM or ranks is None or ranks.leave_by is None:
+        if by != signal.SIGTERM or ranks.leave_by is None:
             return by is not None
         return ranks.have_all_ended or ranks.clock.now > ranks.leave_by
 
@@ -228,8 +226,7 @@ class ElasticLauncher:
         """Note that the job is over. Hosts end by themselves, or are killed after a while."""
         self._end = text
         self._kill_at = time.monotonic() + self._job.grace_s + _MARGIN_S
-        if self._ranks is not None:
-            self._ranks.disconnect_pending()
+        self._ranks.disconnect_pending()
 
     def _say_once(self, text: str) -> None:
         """Show a text once until the next round."""
@@ -240,10 +237,10 @@ class ElasticLauncher:
     def _report(self) -> int:
         """Report how the job ended and what failed first. Returns its exit code."""
         ranks, signum = self._ranks, self._owner.interrupted_by
-        if signum is not None and ranks is None:
+        if signum is not None and not ranks.round.number:
             self._output.say(f"interrupted by {signal_name(-signum)} before a rank ran.")
             return shell_code(-signum)
-        result = JobResult(exit_code=0) if ranks is None else ranks.result(interrupted_by=signum)
+        result = ranks.result(interrupted_by=signum)
         if signum is not None or result.exit_code == SAVED_STATUS:
             self._output.say(result.summary)
             return result.exit_code
@@ -255,10 +252,7 @@ class ElasticLauncher:
         summary = " ".join([f"{reason[:1].upper()}{reason[1:]}.", result.summary]).rstrip()
         if reason == RANK_FAILED and result.first_failure is not None:
             summary = result.summary  # which says more
-        if ranks is not None:
-            ranks.report_failure(self._job.log_dir, result, summary)
-        else:
-            write_failure_report(self._job.log_dir, result, summary)
+        ranks.report_failure(self._job.log_dir, result, summary)
         self._output.say(summary)
         return result.exit_code or 1
 

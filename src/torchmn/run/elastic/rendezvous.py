@@ -80,10 +80,12 @@ class Rendezvous:
         One that the launcher has started again has lost its previous connection.
         """
         name = member.host
+        # Its old connection may take seconds to break, and must not speak for it any more.
         if name in self._channels and not member.joins:
             self._lose(name, "it connected again", now)
         problem = self._state.on_host_joined(member)
         if problem:
+            # Closing sends what the socket takes, and a new socket takes a line: it learns why.
             channel.post(Shutdown(signum=signal.SIGTERM, text=problem))
             channel.close()
             return
@@ -129,6 +131,7 @@ class Rendezvous:
 
     def _deliver(self) -> None:
         for name, message in self._state.drain_messages():
+            # The same turn may have decided to restart a host and then have lost it.
             if name in self._channels:
                 self._channels[name].post(message)
         for channel in self._channels.values():

@@ -29,6 +29,7 @@ class RoundSession(AgentSession):
         on_checkpoint: Callable[[CheckpointSaved], None],
         on_notice: Callable[[str, str], None],
     ) -> None:
+        # Agents on a host that was cut off may still write those of their round.
         log_dir = job.log_dir / f"round{found.number}"
         super().__init__(listener, num_ranks_of(found), job, log_dir, output)
         self.round = found

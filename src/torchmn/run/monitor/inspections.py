@@ -102,6 +102,7 @@ class Inspections:
                 channel.post(answer)
             self._answered += self._waiting
             self._waiting = []
+        # Stacks of many ranks do not fit into a socket's buffer, and this loop must not wait.
         for channel in self._answered:
             channel.flush()
             if not channel.pending_bytes:
@@ -181,6 +182,7 @@ def read_inspector(folder: Path) -> Inspector | None:
     path = folder / INSPECT_FILE
     try:
         with open(path, "rb") as file:
+            # Of the open file, as its path may lead to another one by now.
             status = os.fstat(file.fileno())
             if status.st_uid != os.geteuid() or status.st_mode & 0o77:
                 raise LaunchError(

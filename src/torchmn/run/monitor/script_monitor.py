@@ -93,6 +93,7 @@ class ScriptMonitor(Observer):
         self._fatal: BaseException | None = None  # the exception that ends this process
         self._has_reported_hang = False
         self._device_nbytes: int | None = None
+        # A daemon: it reads until the process is gone, and the interpreter must not wait for it.
         threading.Thread(target=self._run, name="torchmn-monitor", daemon=True).start()
 
     def collectives(self, recorder: Collectives) -> None:
@@ -216,6 +217,7 @@ class ScriptMonitor(Observer):
             with self._lock:
                 self._channel.flush()
                 messages = self._channel.collect()
+            # Without the lock, which `_post` takes: other threads may report meanwhile.
             for message in messages:
                 if isinstance(message, StatusRequest):
                     self._post(self._status(message.num_recent))
@@ -247,7 +249,7 @@ class ScriptMonitor(Observer):
             rss_nbytes=resident_nbytes(os.getpid()),
             device_nbytes=self._device_nbytes,
             awaits_input=awaits_input(),
-            stacks=_format(fatal) if fatal else _stacks(),
+            stacks=whole_text(fatal)[-_MAX_CHARS:] if fatal else _stacks(),
             script_stack=of_script[-_MAX_CHARS:],
         )
 
@@ -356,11 +358,6 @@ def _maker_of(connection: socket.socket) -> int:
     size = struct.calcsize("3i")
     packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
     return int(struct.unpack("3i", packed)[0])
-
-
-def _format(error: BaseException) -> str:
-    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    return text[-_MAX_CHARS:]
 
 
 def _is_mpi_in_use() -> bool:

@@ -63,7 +63,8 @@ def command(
     if flavour == "Hydra":
         options, variables = _hydra(job, env, carried, route)
     else:
-        options, variables = _open_mpi(job), {}
+        options = ["--host", _hosts_and_slots(job), "--bind-to", "none", "-n", str(job.num_ranks)]
+        variables = {}
         if is_root:
             options.insert(0, "--allow-run-as-root")
         if any(host.slots > num_cores for host in job.hosts):
@@ -82,9 +83,8 @@ def command(
     return Command((mpirun, *options), {**rest, **chosen}, name="mpirun")
 
 
-def _open_mpi(job: Job) -> list[str]:
-    hosts = ",".join(f"{host.name}:{host.slots}" for host in job.hosts)
-    return ["--host", hosts, "--bind-to", "none", "-n", str(job.num_ranks)]
+def _hosts_and_slots(job: Job) -> str:
+    return ",".join(f"{host.name}:{host.slots}" for host in job.hosts)
 
 
 def _hydra(
@@ -96,9 +96,8 @@ def _hydra(
         options += ["-launcher", "fork"]
     else:
         path, words = _hydras_remote_shell(env)
-        hosts = ",".join(f"{host.name}:{host.slots}" for host in job.hosts)
         # as rsh: Hydra would give ssh an option -x, which other remote shells do not have
-        options += ["-hosts", hosts, "-launcher", "rsh", "-launcher-exec", path]
+        options += ["-hosts", _hosts_and_slots(job), "-launcher", "rsh", "-launcher-exec", path]
         options += ["-localhost", route.address, "-genvlist", ",".join(carried)]
         variables["HYDRA_LAUNCHER_EXTRA_ARGS"] = words
     return options, variables

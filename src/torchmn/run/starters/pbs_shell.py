@@ -177,9 +177,8 @@ def _copy(source: int, target: int) -> None:
 
 
 def _send_input(connection: socket.socket) -> None:
+    _copy(0, connection.fileno())
     with suppress(OSError):
-        while chunk := os.read(0, _CHUNK_BYTES):
-            connection.sendall(chunk)
         connection.shutdown(socket.SHUT_WR)
 
 

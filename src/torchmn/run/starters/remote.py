@@ -139,6 +139,7 @@ def check_hosts(job: Job, env: Mapping[str, str]) -> dict[str, HostFacts]:
     not have the script, or whose versions differ.
     """
     names = [host.name for host in job.hosts]
+    # Threads that wait for ssh: one host after another would take the limit for each silent one.
     with ThreadPoolExecutor(max_workers=min(64, len(names))) as pool:
         answers = dict(
             zip(names, pool.map(lambda name: _check_host(job, name, env), names), strict=True)
@@ -172,6 +173,7 @@ def _check_host(job: Job, host: str, env: Mapping[str, str]) -> HostFacts | str:
         return f"no response within {limit_s:g} s"
     if answer.returncode == 0:
         try:
+            # The last line: what the shell's start-up files print comes before it.
             return decode(answer.out.splitlines()[-1], HostFacts)
         except (ValueError, IndexError):
             return f"it answered {answer.out[-80:]!r}"

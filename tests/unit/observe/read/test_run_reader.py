@@ -13,7 +13,7 @@ from tests.unit.recorded_runs import ImitatedRun
 from torchmn.control.codec import encode
 from torchmn.errors import DataError
 from torchmn.observe.read.run_reader import find_records, read_run
-from torchmn.record.records import PHASES, RunStart, Step
+from torchmn.record.records import PHASES, RunStart, Step, Value
 
 
 def records_of(folder: Path, rank: int = 0) -> Path:
@@ -175,6 +175,25 @@ def test_a_sample_has_the_same_steps_of_all_ranks(tmp_path: Path) -> None:
         assert sample.ranks[rank].end == whole.ranks[rank].end
     quarters = np.histogram(taken, bins=4, range=(0, 1500))[0]
     assert quarters.min() > 10
+
+
+@pytest.mark.parametrize("step", [10_000_000, 0, 40])
+def test_values_may_be_reported_for_any_step(tmp_path: Path, step: int) -> None:
+    """Of samples or epochs; after the last step the next one has begun."""
+    folder = ImitatedRun(num_ranks=2, num_steps=40).write(tmp_path)
+    line = encode(Value(step=step, name="accuracy", value=0.5))
+    for rank in range(2):
+        lines = records_of(folder, rank).read_bytes().splitlines(keepends=True)
+        middle = len(lines) // 2
+        records_of(folder, rank).write_bytes(
+            b"".join([*lines[:middle], line, *lines[middle:-1], line, lines[-1]])
+        )
+    for rank in read_run(folder, last_steps=10).ranks:
+        assert (rank.first_step, rank.last_step) == (0, 39)
+        assert rank.steps.step.tolist() == list(range(30, 40))
+    sampled = read_run(folder, max_nbytes=10_000)
+    assert sampled.is_sampled
+    assert sampled.ranks[0].steps.step[-1] == 39
 
 
 def test_lines_far_longer_than_a_block_are_sampled(tmp_path: Path) -> None:

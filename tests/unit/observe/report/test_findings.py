@@ -58,6 +58,7 @@ def test_a_late_rank_is_found_in_its_phase(
         assert fault.share == pytest.approx(1 - usual_s / summary.step_s, abs=0.02)
 
 
+@pytest.mark.parametrize("polls", ["", "running", "ready"])
 @pytest.mark.parametrize(
     ("times", "evidence"),
     [
@@ -66,9 +67,14 @@ def test_a_late_rank_is_found_in_its_phase(
         ({}, "the core is slower"),
     ],
 )
-def test_why_a_rank_is_late(tmp_path: Path, times: dict[str, Any], evidence: str) -> None:
-    """What it did in the time by which it is late, compared with the other ranks."""
-    imitated = ImitatedRun(slower={(1, "backward"): 1.5}, **times)
+def test_why_a_rank_is_late(
+    tmp_path: Path, times: dict[str, Any], evidence: str, polls: Any
+) -> None:
+    """What it did in the time by which it is late, compared with the other ranks.
+
+    These may wait for it in a loop, as MPI does, also where other programs have their cores.
+    """
+    imitated = ImitatedRun(slower={(1, "backward"): 1.5}, polls=polls, **times)
     assert evidence in faults_of(findings_of(imitated, tmp_path))[0].evidence
 
 
@@ -118,6 +124,24 @@ def test_what_limits_all_ranks_comes_first(
     assert 0.02 < first.share < 1
     assert first.evidence
     assert first.cure
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("changes", "ranks"),
+    [
+        ({"slow_steps": dict.fromkeys((15, 30, 45), (1, "other", 0.5))}, (1,)),
+        ({"extra": {"other": (12, 0.4)}}, ()),
+    ],
+)
+def test_whose_steps_are_slow(
+    tmp_path: Path, num_ranks: int, changes: dict[str, Any], ranks: tuple[int, ...]
+) -> None:
+    """Of one rank that the others wait for, or of all."""
+    found = findings_of(ImitatedRun(num_ranks=num_ranks, **changes), tmp_path)
+    (slow,) = (each for each in found if each.kind == "slow steps")
+    assert slow.ranks == ranks
+    assert ("mostly rank 1 (host host1)" in slow.evidence) == bool(ranks)
 
 
 @pytest.mark.parametrize(
