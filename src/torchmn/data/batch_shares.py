@@ -21,11 +21,8 @@ class BatchShares:
         """The samples of each rank, of a batch that begins after ``at`` samples of the training."""
         return in_proportion(batch_size, self._equal)
 
-    def begin_pass(self) -> None:
-        """Note that a pass over the batches begins."""
-
-    def before_next(self) -> None:
-        """Note that the script requests a batch, or the end of the pass.
+    def before_next(self, num_received: int) -> None:
+        """Note that the script requests a batch, or the end of the pass, after so many batches.
 
         Raises UsageError: it does not train as these shares need it.
         """

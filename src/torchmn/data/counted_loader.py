@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from torch.utils.data import DataLoader, Sampler
 
 from torchmn.base import events
@@ -32,6 +33,11 @@ class CountedPasses:
         self._number = divided_batches(comm).new_loader()
         self._pass: LoaderPass | None = None
         failure_notes.add(self)
+
+    def _name_of(self, what: str) -> str:
+        """The name of a collective of these passes, for messages and reports of hangs."""
+        purpose = "train" if torch.is_grad_enabled() else "evaluate"
+        return f"{what} loader {self._number} of {self._name} to {purpose}"
 
     def failure_note(self) -> str:
         """Tell the size of the current part, if it may explain an exception; else return ""."""
@@ -76,7 +82,7 @@ class PassSampler(CountedPasses, Sampler[list[Any]]):
         return one_pass
 
     def __iter__(self) -> Iterator[list[Any]]:
-        # A loader with workers calls this twice before it draws, and uses the second iterator.
+        # A DataLoader with workers calls this twice before it draws, and uses the second iterator.
         one_pass = self._announced or self.begin_pass(is_of_loader=False, fetches=False)
         indices = self._counted(one_pass, self._parts(one_pass))
         return indices if one_pass.is_of_loader else _Loop(indices, one_pass)
@@ -117,7 +123,7 @@ class _Loop:
     def __next__(self) -> Any:
         self._pass.thread = threading.get_ident()
         if self._pass.before_next is not None:
-            self._pass.before_next()
+            self._pass.before_next(self._pass.num_received)
         try:
             batch = next(self._batches)
         except StopIteration:
@@ -127,6 +133,7 @@ class _Loop:
         return batch
 
     def __del__(self) -> None:
+        # The garbage collector may run in any thread, at any line: nothing but flags is written.
         self._pass.was_left = self._pass.is_over = True
 
 

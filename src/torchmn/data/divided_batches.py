@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import weakref
 import zlib
-from array import array
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -75,35 +74,33 @@ class LoaderPass:
         self.was_left = False  # whether nothing holds its iterator any more
         self.is_over = False  # either: the script will receive no more of it
         self.thread = 0  # that in which the last batch was received
-        self.before_next: Callable[[], None] | None = None  # called at the script's requests
+        # Called when the script requests a batch, with the number of those that it has received.
+        self.before_next: Callable[[int], None] | None = None
         self.streams = rank_seeds.current()
-        # The parts to train with, as they were drawn: the columns of `Part`.
-        self.own, self.all, self.proportions = array("q"), array("q"), array("q")
+        self._parts: list[Part] = []  # to train with, as they were drawn
         self._batches = batches
 
     def add(self, num_own: int, num_all: int, proportion: int = 0) -> None:
         """Note the next batch to train with, when it is drawn; see `Part`."""
-        if not self.own:
+        if not self._parts:
             self._batches.begin(self)
-        self._batches.sizes.add(Part(num_own, num_all, proportion))
-        self.own.append(num_own)
-        self.all.append(num_all)
-        self.proportions.append(proportion)
+        part = Part(num_own, num_all, proportion)
+        # Equal parts are one object: a pass may have millions of batches.
+        self._parts.append(self._batches.sizes.setdefault(part, part))
 
     def parts(self, begin: int, end: int) -> list[Part]:
         """Parts number ``begin`` .. ``end - 1`` of those to train with."""
-        columns = (self.own, self.all, self.proportions)
-        return [*map(Part, *(column[begin:end] for column in columns))]
+        return self._parts[begin:end]
 
     @property
     def num_parts(self) -> int:
         """Number of batches to train with that the script has received."""
-        return min(self.num_received, len(self.own))
+        return min(self.num_received, len(self._parts))
 
     @property
     def latest(self) -> Part:
         """The last part to train with that the script has received."""
-        return self.parts(self.num_parts - 1, self.num_parts)[0]
+        return self._parts[self.num_parts - 1]
 
     def __str__(self) -> str:
         return f"batch {self.num_parts} of loader {self.loader}"
@@ -130,7 +127,7 @@ class DividedBatches:
     def __init__(self) -> None:
         self.is_used = False  # whether a loader gives ranks parts, which may differ in size
         self.passes: list[LoaderPass] = []  # in the order in which they began
-        self.sizes: set[Part] = set()  # of all batches to train with
+        self.sizes: dict[Part, Part] = {}  # each part of a batch to train with, by itself
         self.facts: list[weakref.ref[PassFact]] = []  # all ranks add theirs in the same order
         self._num_loaders = 0
         # Owners and their methods. Not as WeakMethod, which fails where the collector meets it.

@@ -207,13 +207,11 @@ class GlobalSampler(PassSampler):
     @property
     def samples_drawn(self) -> int:
         """As `samples_seen`, with the batches that workers have prefetched."""
-        num = 0 if self._pass is None else self._pass.num_drawn
-        return self._after(num)
+        return self._after(0 if self._pass is None else self._pass.num_drawn)
 
     def _after(self, num_batches: int) -> int:
         """The samples before the end of a number of batches of the last pass."""
-        end = self._end_of(self._start, num_batches)
-        return self._samples_before(SamplerState(epoch=self._start["epoch"], position=end))
+        return self._samples_before(self._place_after(num_batches))
 
     def _next_sizes(self) -> Sequence[int]:
         return self.shares.sizes(self.global_batch, self._samples_before(self._now()))
@@ -255,7 +253,6 @@ class GlobalSampler(PassSampler):
         self._is_ahead = not one_pass.is_of_loader and last is not None and last.num_drawn == 0
         self._start = self._reached(is_left=True)
         self._num_steps_before = training_steps(self._comm).count
-        self.shares.begin_pass()
         one_pass.before_next = self.shares.before_next
 
     def _parts(self, one_pass: LoaderPass) -> Iterator[list[int]]:
@@ -344,8 +341,7 @@ class GlobalSampler(PassSampler):
         return self._with_shares(self._state_after(num_batches))
 
     def _state_after(self, num_batches: int) -> SamplerState:
-        end = self._end_of(self._start, num_batches)
-        return self._normalised(SamplerState(epoch=self._start["epoch"], position=end))
+        return self._normalised(self._place_after(num_batches))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a state, also of another number of ranks or another global batch.
@@ -414,13 +410,14 @@ class GlobalSampler(PassSampler):
         """Global batches from a state to the end of its epoch."""
         return sum(num for num, _ in self._segments(state))
 
-    def _end_of(self, state: SamplerState, num_batches: int) -> int:
-        """The position after a number of global batches of the epoch."""
-        position = state["position"]
-        for num, size in self._segments(state):
+    def _place_after(self, num_batches: int) -> SamplerState:
+        """Where a number of batches of the last pass end, in its epoch."""
+        position = self._start["position"]
+        for num, size in self._segments(self._start):
             position += min(num, num_batches) * size
             num_batches -= min(num, num_batches)
-        return min(position, self.dataset_length)
+        position = min(position, self.dataset_length)
+        return SamplerState(epoch=self._start["epoch"], position=position)
 
     def _normalised(self, state: SamplerState) -> SamplerState:
         """Replace the end of an epoch by the beginning of the next, unless epochs are empty."""

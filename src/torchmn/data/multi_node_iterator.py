@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from torchmn.base.errors import DataError, UsageError
@@ -19,7 +20,6 @@ _PROGRESS = (
     "previous_epoch_detail",
     "current_position",
 )
-_VALUE, _END, _ERROR = "value", "end", "error"
 
 
 def create_multi_node_iterator(
@@ -50,12 +50,12 @@ def create_multi_node_iterator(
     >>> comm.finalize()
     """
     facts = comm.bcast_obj(_facts(iterator) if comm.rank == rank_master else None, rank_master)
-    if facts["kind"] is None:
+    if not (facts["is_iterator"] or facts["is_loader"]):
         raise UsageError(
             f"create_multi_node_iterator: rank {rank_master} is the master and passed a "
             f"{facts['type']}. Pass an iterator of batches or a DataLoader there."
         )
-    kind = MultiNodeIterator if facts["kind"] == "iterator" else MultiNodeLoader
+    kind = MultiNodeIterator if facts["is_iterator"] else MultiNodeLoader
     return kind(iterator if comm.rank == rank_master else None, comm, rank_master, facts)
 
 
@@ -100,27 +100,26 @@ class _FromMaster:
 
         Raises StopIteration if it did; DataError: it raised, which the master raises as it is.
         """
-        outcome: tuple[str, Any, Any] | None = None
+        outcome: dict[str, Any] = {}
         own_error: Exception | None = None
         if self._comm.rank == self._master:
             try:
-                try:
-                    kind, value = _VALUE, function(self._actual)
-                except StopIteration:
-                    kind, value = _END, None
-                outcome = (kind, value, _seen(self._actual))
+                with suppress(StopIteration):  # then there is no value
+                    outcome["value"] = function(self._actual)
+                outcome["seen"] = _seen(self._actual)
             except Exception as error:  # the other ranks wait for the broadcast
-                own_error = error
-                outcome = (_ERROR, f"{type(error).__name__}: {error}", None)
-        kind, value, seen = self._comm.bcast_obj(outcome, self._master)
+                own_error, outcome = error, {"problem": f"{type(error).__name__}: {error}"}
+        outcome = self._comm.bcast_obj(outcome, self._master)
         if own_error is not None:
             raise own_error
-        if kind == _ERROR:
-            raise DataError(f"Rank {self._master}, which reads for all ranks, raised {value}")
-        self._note(seen)
-        if kind == _END:
+        if "problem" in outcome:
+            raise DataError(
+                f"Rank {self._master}, which reads for all ranks, raised {outcome['problem']}"
+            )
+        self._note(outcome["seen"])
+        if "value" not in outcome:
             raise StopIteration
-        return value
+        return outcome["value"]
 
     def _note(self, seen: Mapping[str, Any]) -> None:
         # Sent with every batch, so that `state_dict` is the same on all ranks, and local.
@@ -201,14 +200,10 @@ class MultiNodeLoader(_FromMaster):
 
 def _facts(iterator: Any) -> dict[str, Any]:
     """Facts about the master's iterator that all ranks need."""
-    kind = None
-    if hasattr(iterator, "__next__"):
-        kind = "iterator"
-    elif hasattr(iterator, "__iter__"):
-        kind = "loader"
     batch_size = getattr(iterator, "batch_size", None)
     return {
-        "kind": kind,
+        "is_iterator": hasattr(iterator, "__next__"),
+        "is_loader": hasattr(iterator, "__iter__"),
         "type": type(iterator).__name__,
         "length": length_of(iterator),
         "dataset_length": length_of(getattr(iterator, "dataset", None)),

@@ -256,9 +256,8 @@ class ScatteredBatches(PassSampler):
                 error = raised
                 message = {"problem": str(raised), "kind": type(raised).__name__}
             message["random"] = rank_seeds.shared_state()  # the others' have not drawn the order
-        purpose = "train" if torch.is_grad_enabled() else "evaluate"
         batch_size = getattr(self.batches, "batch_size", None)
-        name = f"a pass over loader {self._number} of scatter_loader to {purpose}, {batch_size=}"
+        name = f"{self._name_of('a pass over')}, {batch_size=}"
         message = bcast_for(self._comm, name, message)
         if self._comm.rank > 0:
             rank_seeds.follow(message["random"])

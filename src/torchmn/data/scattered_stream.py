@@ -203,7 +203,7 @@ class ScatteredStream(CountedPasses):
                 # The others have not drawn what this rank has drawn to read the batch.
                 common = {"random": rank_seeds.shared_state(), "facts": [*facts.items()]}
                 messages = [message | common for message in messages]
-            own = scatter_for(comm, self._name_of("a batch"), messages)
+            own = scatter_for(comm, self._name_of("a batch of stream"), messages)
             self._raise_first(errors, [own.get("problem")])
             if comm.rank > 0:
                 rank_seeds.follow(own["random"])
@@ -266,7 +266,7 @@ class ScatteredStream(CountedPasses):
                     "facts": [*facts.items()],
                     "first": recognizable(waiting[0].batch) if waiting else "",
                 }
-            everyone = allgather_for(comm, self._name_of("shares"), own)
+            everyone = allgather_for(comm, self._name_of("shares of stream"), own)
             self._raise_first(errors, [theirs["problem"] for theirs in everyone])
             if is_first:
                 batches.compare_facts(comm, facts, everyone[0]["facts"])
@@ -294,6 +294,7 @@ class ScatteredStream(CountedPasses):
         """Read this rank's next batches; returns whether its share has ended. Local."""
         while len(waiting) < self._num_ahead:
             begin_s = time.monotonic()
+            # Shares differ, and so do the random numbers that reading them draws in this process.
             one_pass.streams.draw_apart()
             try:
                 batch = _read(reading)
@@ -370,10 +371,6 @@ class ScatteredStream(CountedPasses):
 
     def _end(self, one_pass: LoaderPass) -> None:
         self.state, one_pass.is_exhausted = StreamState(batches=0), True
-
-    def _name_of(self, what: str) -> str:
-        purpose = "train" if torch.is_grad_enabled() else "evaluate"
-        return f"{what} of loader {self._number} of scatter_loader, a stream, to {purpose}"
 
     def _warn_if_equal(self, firsts: Sequence[str]) -> None:
         own = firsts[self._comm.rank]

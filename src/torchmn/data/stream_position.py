@@ -36,7 +36,8 @@ class PositionedDataset(IterableDataset[Any]):
             False,
             False,
         )
-        # Not in the generator, which begins later: a data set may draw random numbers here.
+        # Not in the generator, which begins with the first sample: a data set may draw random
+        # numbers in `__iter__`, and does so when the DataLoader makes its iterator.
         return self._samples(iter(() if is_over else self.dataset))
 
     def _samples(self, samples: Iterator[Any]) -> Iterator[Any]:

@@ -10,17 +10,17 @@ from torchmn.base.errors import UsageError
 from torchmn.data import GlobalSampler
 from torchmn.data.batch_settings import BatchSettings
 from torchmn.data.serial_iterator import Ranks
+from torchmn.data.sub_dataset import length_of
 
 _END = object()
 
 
-class BatchSource(Protocol):
-    """An endless source of batches that counts epochs, such as `torchmn.SerialIterator`. Local."""
+class Progress(Protocol):
+    """What knows how many epochs are done. Local."""
 
-    epoch: int
-    """Epochs done."""
-    is_new_epoch: bool
-    """Whether the last batch ended an epoch."""
+    @property
+    def epoch(self) -> int:
+        """Epochs done."""
 
     @property
     def epoch_detail(self) -> float:
@@ -29,6 +29,13 @@ class BatchSource(Protocol):
     @property
     def previous_epoch_detail(self) -> float | None:
         """``epoch_detail`` before the last batch; None before the first."""
+
+
+class BatchSource(Progress, Protocol):
+    """An endless source of batches that counts epochs, such as `torchmn.SerialIterator`. Local."""
+
+    is_new_epoch: bool
+    """Whether the last batch ended an epoch."""
 
     def __next__(self) -> Any:
         """Return the next batch."""
@@ -59,9 +66,6 @@ def batch_source(iterator: Any) -> BatchSource:
 
 def iterations_per_epoch(source: BatchSource) -> Fraction | None:
     """The mean number of iterations in an epoch; None if it is not known."""
-    if isinstance(source, EpochLoader):
-        length = source.full_length()
-        return None if length is None else Fraction(length)
     if hasattr(source, "iterations_per_epoch"):
         return cast("Fraction | None", source.iterations_per_epoch)
     dataset, batch_size = getattr(source, "dataset", None), getattr(source, "batch_size", None)
@@ -90,8 +94,7 @@ class EpochLoader:
         self.epoch = 0
         self.is_new_epoch = False
         self.previous_epoch_detail: float | None = None
-        self._num_done = 0  # batches of this epoch
-        self._num_drawn = 0  # batches of the current pass, which may have begun in mid-epoch
+        self._num_done = 0  # batches of the current pass, which may have begun in mid-epoch
         self._pass_length: int | None = None
         self._batches: Iterator[Any] | None = None
         self._ahead: Any = _END
@@ -109,15 +112,14 @@ class EpochLoader:
         if self._sampler is not None:
             state = self._sampler_state()
             return state["epoch"] + state["position"] / max(self._sampler.dataset_length, 1)
-        length = self.full_length()
+        length = length_of(self.loader)
         return self.epoch + (self._num_done / length if length else 0.0)
 
-    def full_length(self) -> int | None:
-        """Number of batches in a full pass; None if it is not known."""
-        try:
-            return len(self.loader)
-        except TypeError:  # a DataLoader whose data set has no length
-            return None
+    @property
+    def iterations_per_epoch(self) -> Fraction | None:
+        """See `iterations_per_epoch`."""
+        length = length_of(self.loader)
+        return None if length is None else Fraction(length)
 
     def __next__(self) -> Any:
         before = self.epoch_detail
@@ -130,7 +132,6 @@ class EpochLoader:
                 "ranks, a smaller batch or drop_last=False."
             )
         self.previous_epoch_detail = before
-        self._num_done += 1
         self.is_new_epoch = self._is_last()
         if self.is_new_epoch:
             self.epoch += 1
@@ -155,7 +156,7 @@ class EpochLoader:
         if self._sampler is not None:
             # Ranks seed workers differently: a new rank must not take over the seed of another.
             return {**own, "generator": None}
-        length = self.full_length()
+        length = length_of(self.loader)
         num_done = int(own["num_done"]) * len(states) // comm.size
         if length is not None:
             num_done = min(num_done, max(length - 1, 0))
@@ -183,11 +184,10 @@ class EpochLoader:
                 f"The state of the batches has {', '.join(map(str, state))} but not '{key}'. It "
                 "was saved with another kind of iterator: use the same one to resume."
             )
-        self._batches, self.is_new_epoch = None, False
+        self._batches, self.is_new_epoch, self._num_done = None, False, 0
         self.epoch = int(state["epoch"])
         if self._sampler is not None:
             self._sampler.load_state_dict(state["sampler"])
-            self._num_drawn, self._num_done = 0, 0
             self.epoch = self._sampler.epoch
             self._is_resumed = bool(state.get("is_in_progress", False))
             self._generator_state = state.get("generator")
@@ -195,8 +195,7 @@ class EpochLoader:
             if not self._is_resumed and own is not None and self._generator_state is not None:
                 own.set_state(self._generator_state)
         else:
-            self._num_done = int(state["num_done"])
-            self._restore_pass(state["generator"])
+            self._restore_pass(state["generator"], int(state["num_done"]))
         self.previous_epoch_detail = self.epoch_detail
 
     # ---- one pass ----
@@ -214,10 +213,10 @@ class EpochLoader:
         if is_resumed and self._generator_state is not None:
             generator.set_state(self._generator_state)
         self._generator_state = generator.get_state()
-        self._pass_length = self.full_length()
+        self._pass_length = length_of(self.loader)
         if self._sampler is not None:
             self._pass_length = self._sampler.batches_left
-        self._num_drawn = 0
+        self._num_done = 0
         self._batches = iter(loader)
         if is_resumed and generator is torch.default_generator:
             generator.set_state(now)  # the number was drawn before the state was saved
@@ -228,7 +227,7 @@ class EpochLoader:
         batches = self._batches
         if batches is None:
             return _END
-        self._num_drawn += 1
+        self._num_done += 1
         if self._pass_length is not None:
             return next(batches, _END)
         batch, self._ahead = self._ahead, next(batches, _END)
@@ -237,11 +236,11 @@ class EpochLoader:
     def _is_last(self) -> bool:
         if self._pass_length is None:
             return self._ahead is _END
-        if self._num_drawn < self._pass_length:
+        if self._num_done < self._pass_length:
             return False
         if self._batches is not None and next(self._batches, _END) is not _END:
             raise UsageError(
-                f"The loader has the length {self.full_length()} but returned more batches. "
+                f"The loader has the length {length_of(self.loader)} but returned more batches. "
                 "Let its len() be the number of batches in an epoch."
             )
         return True
@@ -252,7 +251,7 @@ class EpochLoader:
         sampler = cast(GlobalSampler, self._sampler)
         if self._batches is None:
             return cast("Mapping[str, int]", sampler.state_dict())
-        return cast("Mapping[str, int]", sampler.state_after(self._num_drawn))
+        return cast("Mapping[str, int]", sampler.state_after(self._num_done))
 
     def _generator(self) -> torch.Generator:
         own = getattr(self.loader, "generator", None)
@@ -262,10 +261,9 @@ class EpochLoader:
         own = getattr(self.loader, "generator", None)
         return None if own is None else own.get_state()
 
-    def _restore_pass(self, saved: torch.Tensor | None) -> None:
+    def _restore_pass(self, saved: torch.Tensor | None, num_done: int) -> None:
         """Draw the batches of this epoch that were done again, with the same random numbers."""
         generator = self._generator()
-        num_done = self._num_done
         now = generator.get_state()
         if saved is not None:
             generator.set_state(saved)

@@ -283,18 +283,17 @@ class MultiprocessParallelUpdater(StandardUpdater):
 
     def _resharded(self, states: Sequence[Any]) -> list[Any]:
         """One state for each iterator, from those of another number of devices."""
-        size = len(self._sources)
+        sources: list[Any] = self._sources
+        size = len(sources)
         topology = Topology(("localhost",) * size)
-        reshards = [getattr(source, "reshard_state_dict", None) for source in self._sources]
-        if None in reshards:
+        if None in [getattr(source, "reshard_state_dict", None) for source in sources]:
             raise UsageError(
                 f"The state was saved with {len(states)} devices, here are {size}. Use the same "
                 "number, or iterators whose state can be resharded: SerialIterator or a DataLoader."
             )
         return [
-            reshard(states, topology.place(rank))
-            for rank, reshard in enumerate(reshards)
-            if reshard is not None
+            source.reshard_state_dict(states, topology.place(rank))
+            for rank, source in enumerate(sources)
         ]
 
 

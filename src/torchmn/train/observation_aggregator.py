@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from pytorch_pfn_extras.training import extension
-from pytorch_pfn_extras.training.trigger import Trigger, TriggerLike, get_trigger  # type: ignore[attr-defined]
+from pytorch_pfn_extras.training.trigger import TriggerLike, get_trigger  # type: ignore[attr-defined]
 from pytorch_pfn_extras.training.triggers.early_stopping_trigger import EarlyStoppingTrigger
 
 from torchmn.comm import Communicator
@@ -97,13 +96,6 @@ class ObservationAggregator(extension.Extension):
         mine = [state["history"] for state in states[comm.rank :: comm.size]]
         return {**states[0], "history": [value for history in mine for value in history]}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ObservationAggregator:
-        """Share the communicator: managers of pytorch-pfn-extras copy their stop trigger."""
-        twin = copy.copy(self)
-        twin.comm_trigger = copy.deepcopy(self.comm_trigger, memo)
-        twin._history = list(self._history)
-        return twin
-
 
 def _as_number(value: Any) -> Any:
     """Convert scalars to numbers and pairs to pairs of numbers, which are sent without pickle."""
@@ -115,7 +107,7 @@ def _as_number(value: Any) -> Any:
     return float(value) if shape is not None and len(shape) == 0 else value
 
 
-class MultiNodeEarlyStoppingTrigger(Trigger):
+class MultiNodeEarlyStoppingTrigger(EarlyStoppingTrigger):
     """Fires on all ranks when the mean over ranks of an observation no longer improves.
 
     A stop trigger. *Collective*: every rank calls it after every iteration. The arguments are those
@@ -149,7 +141,7 @@ class MultiNodeEarlyStoppingTrigger(Trigger):
         suffix: str = "_aggregated",
     ) -> None:
         self._aggregator = ObservationAggregator(comm, monitor, monitor + suffix)
-        self._trigger = EarlyStoppingTrigger(
+        super().__init__(
             check_trigger=check_trigger,
             monitor=monitor + suffix,
             patience=3 if patience is None else patience,
@@ -161,30 +153,21 @@ class MultiNodeEarlyStoppingTrigger(Trigger):
     def __call__(self, manager: Any) -> bool:
         """Whether to stop."""
         self._aggregator(manager)
-        return self._trigger(manager)
-
-    def get_training_length(self) -> tuple[float, str]:
-        """The maximum length of training, for progress bars."""
-        return self._trigger.get_training_length()
-
-    def may_fire(self, iteration: int, epoch_len: int) -> bool:
-        """Whether it could fire in an iteration."""
-        return self._trigger.may_fire(iteration, epoch_len)
+        return super().__call__(manager)
 
     def state_dict(self) -> dict[str, Any]:
         """The best value and the number of comparisons without improvement."""
-        trigger = self._trigger
         return {
-            "count": trigger.count,
-            "best": trigger.best,
-            "summary": trigger._summary.state_dict(),
+            "count": self.count,
+            "best": self.best,
+            "summary": self._summary.state_dict(),
             "aggregator": self._aggregator.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a saved state."""
-        self._trigger.count, self._trigger.best = state["count"], state["best"]
-        self._trigger._summary.load_state_dict(state["summary"])
+        self.count, self.best = state["count"], state["best"]
+        self._summary.load_state_dict(state["summary"])
         self._aggregator.load_state_dict(state["aggregator"])
 
     def reshard_state_dict(
@@ -193,10 +176,3 @@ class MultiNodeEarlyStoppingTrigger(Trigger):
         """The state that this rank loads, from those of all old ranks, in rank order. Local."""
         parts = [state["aggregator"] for state in states]
         return {**states[0], "aggregator": self._aggregator.reshard_state_dict(parts, comm)}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> MultiNodeEarlyStoppingTrigger:
-        """Share the communicator: managers of pytorch-pfn-extras copy their stop trigger."""
-        twin = copy.copy(self)
-        twin._trigger = copy.deepcopy(self._trigger, memo)
-        twin._aggregator = copy.deepcopy(self._aggregator, memo)
-        return twin

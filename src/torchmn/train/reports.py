@@ -54,11 +54,8 @@ class LogReport(log_report.LogReport):
 
         Values since the last entry are counted once: rank 0 keeps them all.
         """
-        parts = [
-            {name: (pair[0], pair[1]) for name, pair in state["_summary"].items()}
-            for state in states
-        ]
-        merged = {name: list(pair) for name, pair in merge_sums(parts).items()}
+        sums = merge_sums([state["_summary"] for state in states])
+        merged = {name: list(pair) for name, pair in sums.items()}
         return {**states[0], "_summary": merged if comm.rank == 0 else {}}
 
 

@@ -22,6 +22,7 @@ from torchmn.comm.collective_checks import raise_if_values_differ
 from torchmn.comm.heartbeat import run_on_one_rank
 from torchmn.data.batch_settings import BatchSettings, batch_settings_of
 from torchmn.exchange.resharding import reshard_object, warnings_of
+from torchmn.train.batch_source import Progress
 
 if TYPE_CHECKING:
     from pytorch_pfn_extras.training.extension import ExtensionLike
@@ -272,7 +273,7 @@ class _NoWriter(Writer):
         pass
 
 
-class Updater(Protocol):
+class Updater(Progress, Protocol):
     """Does the iterations of training. Called by `Trainer` in the same way on every rank."""
 
     model: nn.Module
@@ -289,18 +290,6 @@ class Updater(Protocol):
     @property
     def iterations_per_epoch(self) -> Fraction | None:
         """The mean number of iterations in an epoch; None if it is not known."""
-
-    @property
-    def epoch(self) -> int:
-        """Epochs done."""
-
-    @property
-    def epoch_detail(self) -> float:
-        """Epochs done, with the fraction of the current one."""
-
-    @property
-    def previous_epoch_detail(self) -> float | None:
-        """``epoch_detail`` before the last iteration; None before the first."""
 
     def update(self) -> None:
         """Do one iteration."""

@@ -1,7 +1,7 @@
 """The iteration of a MultiprocessParallelUpdater on each rank, and the loop of its workers."""
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torchmn.comm import Communicator
 from torchmn.comm.object_codec import Trust
 from torchmn.comm.routes.flat import FlatRoute
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
+from torchmn.data import rng_state
 from torchmn.data.batch_size import num_samples
 from torchmn.train.batch_source import BatchSource
 from torchmn.train.evaluation import WeightedSums, batch_to, merge_sums
@@ -135,13 +136,13 @@ class Replica:
             if command == "update":
                 self.update(None)
             elif command == "state":
-                random_state = _random_state(self._order.device)
+                random_state = rng_state.capture(self._order.device)
                 self.control.gather_obj((dict(self._source.state_dict()), random_state), MAIN)
             elif command == "load":
                 states, random_states = self.control.bcast_obj(None, MAIN)
                 self._source.load_state_dict(states[self._order.rank])
                 if self._order.rank in random_states:
-                    _load_random_state(random_states[self._order.rank], self._order.device)
+                    rng_state.restore(random_states[self._order.rank], self._order.device)
 
     def finalize(self) -> None:
         """Close the connections."""
@@ -160,15 +161,3 @@ def run_worker(order: Order) -> None:
     replica = Replica(order, store, model.to(order.device), loss_func, source)
     replica.work()
     replica.finalize()
-
-
-def _random_state(device: torch.device) -> list[Tensor]:
-    """The states of torch's default generators, which dropout uses."""
-    states = [torch.get_rng_state()]
-    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
-
-
-def _load_random_state(states: Sequence[Tensor], device: torch.device) -> None:
-    torch.set_rng_state(states[0])
-    if device.type == "cuda" and len(states) > 1:
-        torch.cuda.set_rng_state(states[1], device)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from torchmn.base.errors import UsageError
+from torchmn.data.batch_rows import mapped
 
 
 class OnePass:
@@ -109,11 +110,8 @@ def batch_to(batch: Any, device: torch.device | str | None) -> Any:
         return batch.to(torch.device(device), non_blocking=True)  # type: ignore[arg-type]
     if isinstance(batch, Mapping):
         return {name: batch_to(part, device) for name, part in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(batch_to(part, device) for part in batch))
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(batch_to(part, device) for part in batch)
-    return batch
+    is_sequence = isinstance(batch, (list, tuple))
+    return mapped(lambda part: batch_to(part, device), batch) if is_sequence else batch
 
 
 def call_with_batch(function: Callable[..., Result], batch: Any) -> Result:

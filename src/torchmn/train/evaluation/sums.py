@@ -28,19 +28,17 @@ class WeightedSums:
     """
 
     def __init__(self) -> None:
-        self._totals: dict[str, Any] = {}
-        self._weights: dict[str, float] = {}
+        self._sums: dict[str, tuple[Any, float]] = {}
 
     @classmethod
     def of(cls, sums: Mapping[str, Sequence[float]]) -> WeightedSums:
         """Restore from `sums`, bit-identically."""
         held = cls()
-        held._totals = {name: pair[0] for name, pair in sums.items()}
-        held._weights = {name: pair[1] for name, pair in sums.items()}
+        held._sums = {name: (total, weight) for name, (total, weight) in sums.items()}
         return held
 
     def __contains__(self, name: str) -> bool:
-        return name in self._weights
+        return name in self._sums
 
     def add(self, name: str, value: Any, weight: float = 1) -> None:
         """Add a value with ``weight``; a `Ratio` or a (value, weight) has its own.
@@ -48,13 +46,13 @@ class WeightedSums:
         Raises UsageError: the value is not a scalar.
         """
         total, weight = _weighted(name, value, weight)
-        if weight:  # a value of weight 0 may be NaN
-            self._totals[name] = self._totals.get(name, 0.0) + total
-        self._weights[name] = self._weights.get(name, 0.0) + weight
+        before, weight_before = self._sums.get(name, (0.0, 0.0))
+        after = before + total if weight else before  # a value of weight 0 may be NaN
+        self._sums[name] = after, weight_before + weight
 
     def sums(self) -> Sums:
         """The sums so far, as numbers."""
-        return {name: (float(self._totals.get(name, 0.0)), w) for name, w in self._weights.items()}
+        return {name: (float(total), weight) for name, (total, weight) in self._sums.items()}
 
 
 def merge_sums(parts: Sequence[Sums]) -> Sums:

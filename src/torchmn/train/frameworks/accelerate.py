@@ -122,8 +122,8 @@ class AcceleratorExchange(_Base):
         self, joinables: Any, even_batches: bool | None = None
     ) -> Iterator[None]:
         """See Accelerate's ``join_uneven_inputs``: means are over ranks with data. *Collective.*"""
-        loaders = [loader for loader in self._dataloaders if hasattr(loader, "batch_sampler")]
-        samplers = [s for s in (loader.batch_sampler for loader in loaders) if _has_even(s)]
+        samplers: list[Any] = [getattr(x, "batch_sampler", None) for x in self._dataloaders]
+        samplers = [sampler for sampler in samplers if hasattr(sampler, "even_batches")]
         before = [sampler.even_batches for sampler in samplers]
         with ExitStack() as stack:
             if even_batches is not None:
@@ -237,10 +237,7 @@ def _attach_accelerator(accelerator: Any, exchange: Exchange) -> None:
 
 def _mix(target: Any, ours: type, exchange: Exchange) -> None:
     """Change the class of an object to one in which ``ours`` precedes the object's own class."""
+    # The libraries call their methods through ``self``, which an object around this one would miss.
     own = type(target)
     target.__class__ = type(own.__name__, (ours, own), {"__doc__": own.__doc__})
     target.exchange = exchange
-
-
-def _has_even(sampler: object) -> bool:
-    return hasattr(sampler, "even_batches")

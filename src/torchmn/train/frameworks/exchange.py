@@ -89,31 +89,30 @@ class Exchange:
 
         Raises as `torchmn.create_multi_node_optimizer`.
         """
-        options = self.options
+        options, comm = self.options, self.connect(device)
         if options.schedule == "parameter_server" or isinstance(options.schedule, ParameterServer):
             raise UnsupportedError(
-                f"{self.connect(device).rank_label}: schedule='parameter_server' needs ranks that "
+                f"{comm.rank_label}: schedule='parameter_server' needs ranks that "
                 "serve and workers that leave their loops in join(), which the framework's loop "
                 "does not. Use a schedule of blocks, such as 'diloco', or a loop of your own."
             )
-        if any(
-            isinstance(module, DistributedDataParallel) for m in models for module in m.modules()
-        ):
+        modules = [module for model in models for module in model.modules()]
+        if any(isinstance(module, DistributedDataParallel) for module in modules):
             raise UsageError(
-                f"{self.connect(device).rank_label}: the model is in DistributedDataParallel, "
+                f"{comm.rank_label}: the model is in DistributedDataParallel, "
                 "whose means would be averaged again. Leave it out: torchmn exchanges gradients."
             )
         if any(is_distributed(parameter) for parameter in parameters_of(optimizer)):
             raise UnsupportedError(
-                f"{self.connect(device).rank_label}: parameters are sharded (DTensors), and the "
+                f"{comm.rank_label}: parameters are sharded (DTensors), and the "
                 "framework reduces their gradients itself. Give it whole parameters, or write the "
                 "loop with torchmn.create_multi_node_optimizer() and a torchmn.Grid."
             )
         # A framework may have seeded all ranks alike: their dropout must differ once they train.
-        rank_seeds.share_equal_numbers(self.connect(device))
+        rank_seeds.share_equal_numbers(comm)
         made = create_multi_node_optimizer(
             optimizer,
-            self.connect(device),
+            comm,
             models,
             codec=options.codec,
             schedule=options.schedule,
@@ -171,9 +170,7 @@ class Exchange:
         self._sync_buffers()
 
     def _sync_buffers(self) -> None:
-        if self._comm is not None and any(
-            True for m in self._models for _ in persistent_buffers(m)
-        ):
+        if self._comm is not None and any([*persistent_buffers(m)] for m in self._models):
             sync_buffers_(self._models, self._comm)
 
     @contextlib.contextmanager

@@ -149,7 +149,7 @@ class TrainerStrategy(_Collectives):
         super().setup_optimizers(trainer)
         if self.flushing not in trainer.callbacks:
             trainer.callbacks.insert(0, self.flushing)
-        self.exchange.close()
+        self.exchange.close()  # Lightning sets up anew at each fit(), also after a failed one
         model = self.lightning_module
         self.optimizers = [
             self.exchange.wrap(optimizer, [model], self.root_device)
@@ -230,6 +230,7 @@ class TrainerStrategy(_Collectives):
 
     def teardown(self) -> None:
         """See Lightning's ``Strategy.teardown``. Local."""
+        # Lightning moves their states to the CPU now, and a script may go on with them alone.
         self.optimizers = [getattr(optimizer, "inner", optimizer) for optimizer in self.optimizers]
         self.exchange.close()
         super().teardown()

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from typing import Literal, get_args
 
 from torchmn.base.errors import UsageError, raise_if_no_count, raise_if_unknown
-from torchmn.comm import Communicator
 from torchmn.data.global_sampler import GlobalSampler, SamplerState
 
 Unit = Literal["epochs", "samples"]
@@ -98,34 +97,17 @@ class GrowingSampler(GlobalSampler):
     ([2, 2, 2, 2], [4, 4])
     """
 
-    def __init__(
-        self,
-        dataset_length: int,
-        comm: Communicator,
-        global_batch: int,
-        seed: int = 0,
-        shuffle: bool = True,
-        *,
-        growth: BatchGrowth,
-        drop_last: bool = False,
-        pad_last: bool = False,
-    ) -> None:
+    growth: BatchGrowth
+
+    def grow_by(self, growth: BatchGrowth) -> None:
+        """Set the growth. Raises UsageError: ``drop_last`` would drop all samples."""
         self.growth = growth
-        super().__init__(
-            dataset_length,
-            comm,
-            global_batch,
-            seed,
-            shuffle,
-            drop_last=drop_last,
-            pad_last=pad_last,
-        )
         # After so many samples all milestones have passed.
-        largest = growth.size_at(global_batch, 2**62, max(dataset_length, 1))
-        if drop_last and 0 < dataset_length < largest:
+        largest = growth.size_at(self._initial, 2**62, max(self.dataset_length, 1))
+        if self.drop_last and 0 < self.dataset_length < largest:
             raise UsageError(
                 f"The batch grows to {largest} samples, and drop_last=True then drops all "
-                f"{dataset_length} of the data set. Give BatchGrowth max_batch=, or "
+                f"{self.dataset_length} of the data set. Give BatchGrowth max_batch=, or "
                 "drop_last=False."
             )
 

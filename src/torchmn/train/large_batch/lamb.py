@@ -49,6 +49,8 @@ class LAMB(TrustRatioOptimizer):
     >>> optimizer = LAMB(layer.parameters(), lr=0.01, weight_decay=0.01)
     """
 
+    averages = ("mean", "square")
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -84,12 +86,8 @@ class LAMB(TrustRatioOptimizer):
 
     def _state_of(self, parameter: Tensor) -> dict[str, Any]:
         """The state of a parameter, whose steps are counted."""
-        state: dict[str, Any] = self.state[parameter]
-        if not state:
-            state["step"] = 0
-            state["mean"] = torch.zeros_like(parameter)
-            state["square"] = torch.zeros_like(parameter)
-        state["step"] += 1
+        state = super()._state_of(parameter)
+        state["step"] = state.get("step", 0) + 1
         return state
 
     def _update(self, group: dict[str, Any], part: GroupPart) -> None:

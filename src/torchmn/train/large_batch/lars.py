@@ -48,6 +48,8 @@ class LARS(TrustRatioOptimizer):
     >>> optimizer = LARS(layer.parameters(), lr=1.0, weight_decay=1e-4)
     """
 
+    averages = ("velocity",)
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -77,12 +79,6 @@ class LARS(TrustRatioOptimizer):
                 f"{name}momentum={options['momentum']} must be 0 or more and less than 1."
             )
         raise_if_negative(options, ("lr", "weight_decay", "trust"), name)
-
-    def _state_of(self, parameter: Tensor) -> dict[str, Any]:
-        state: dict[str, Any] = self.state[parameter]
-        if not state:
-            state["velocity"] = torch.zeros_like(parameter)
-        return state
 
     def _update(self, group: dict[str, Any], part: GroupPart) -> None:
         params, grads, decay = part.params, part.grads, part.weight_decay

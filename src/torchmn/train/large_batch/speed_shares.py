@@ -49,17 +49,15 @@ class SpeedShares(BatchShares):
         weakref.finalize(self, events.remove, self._time)
         self._num_measured = 0
         self._is_followed = False  # whether the script measures its steps
-        self._num_steps: int | None = None
+        self._num_steps = 0
         """Steps of optimizers when the pass began."""
 
-    def begin_pass(self) -> None:
-        """See `BatchShares.begin_pass`."""
-        self._num_steps = training_steps(self._comm).count
-
-    def before_next(self) -> None:
+    def before_next(self, num_received: int) -> None:
         """See `BatchShares.before_next`. Raises UsageError: a step was not measured."""
         steps = training_steps(self._comm).count or 0
-        if steps > (self._num_steps or 0) and not self._is_followed and self._comm.size > 1:
+        if num_received == 0:
+            self._num_steps = steps
+        if steps > self._num_steps and not self._is_followed and self._comm.size > 1:
             raise UsageError(
                 f"{self._comm.rank_label}: GlobalBatch(shares='speed') follows the times that "
                 "batch.micro_batches() measures, and the loop has made a step without it: the "

@@ -32,6 +32,9 @@ class GroupPart(NamedTuple):
 class TrustRatioOptimizer(Optimizer):
     """An optimizer whose rate is adapted to the norm of each parameter. Subclasses update."""
 
+    averages: tuple[str, ...]
+    """The names of the averages of gradients in the state of a parameter, which begin at 0."""
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as torch does. Raises UsageError before that: an option is out of range."""
         if isinstance(param_group, dict):
@@ -64,9 +67,12 @@ class TrustRatioOptimizer(Optimizer):
                     self._update(group, each)
         return loss
 
-    @abstractmethod
     def _state_of(self, parameter: Tensor) -> dict[str, Any]:
         """The state of a parameter in this step, created in the first one."""
+        state: dict[str, Any] = self.state[parameter]
+        if not state:
+            state.update({name: torch.zeros_like(parameter) for name in self.averages})
+        return state
 
     @abstractmethod
     def _update(self, group: dict[str, Any], part: GroupPart) -> None:
