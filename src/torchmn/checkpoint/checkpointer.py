@@ -96,7 +96,7 @@ class MultiNodeCheckpointer:
         self._is_read_only = read_only
         self._writer = writer
         self._channel = writer.channel
-        self._where = writer.where
+        self._where = writer.storage.folder
         self.is_async = is_async
         """Whether training continues while a checkpoint is written."""
         self._checks_replicas = checks_replicas
@@ -377,7 +377,7 @@ class MultiNodeCheckpointer:
         problem = None if found else "there is no checkpoint"
         if self._comm.rank == 0 and found:
             try:
-                export_dcp(Path(self._where) / found[0], folder)
+                export_dcp(self._where / found[0], folder)
             except DataError as error:
                 problem = str(error)
         problem = self._channel.all_gather(problem, "a checkpoint was exported")[0]

@@ -125,11 +125,8 @@ def create_multi_node_checkpointer(
         transport, comm.rank_label, comm.timeout_s, recorder=comm.flight_recorder.for_other_thread()
     )
     writer = Writer(
-        rank=comm.rank,
-        rank_label=comm.rank_label,
-        route=comm.name,
+        comm=comm,
         storage=storage,
-        where=str(where),
         channel=channel,
         keep=keep,
         best=best,

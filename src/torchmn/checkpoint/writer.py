@@ -38,6 +38,7 @@ from torchmn.checkpoint.manifest import (
 from torchmn.checkpoint.shard_file import TensorEntry, header_of, in_file_order
 from torchmn.checkpoint.snapshot import Copy, SavedRank
 from torchmn.checkpoint.storage import MANIFEST, FolderStorage, read_text
+from torchmn.comm import Communicator
 from torchmn.comm.checksums import describe_differences, differences, digest
 from torchmn.comm.grid import num_model_parts
 from torchmn.comm.object_codec import as_bytes
@@ -77,11 +78,8 @@ class Outcome:
 class Writer:
     """Writes checkpoints on one rank. ``bad`` names checkpoints that were found to be damaged."""
 
-    rank: int
-    rank_label: str
-    route: str
+    comm: Communicator  # only what describes it: another thread exchanges gradients over it
     storage: FolderStorage
-    where: str
     channel: ControlChannel
     keep: int
     best: Best | None
@@ -113,12 +111,14 @@ class Writer:
         owned = owners(catalogues)
         # Rank 0's nonce: a repeated save of this step must not mix with files of an aborted one.
         staged = f"{TEMPORARY}{request.step:08d}-{gathered[0]['nonce']}"
-        own = self._write_shard(staged, request.copy, catalogues[self.rank], owned[self.rank])
+        own = self._write_shard(
+            staged, request.copy, catalogues[self.comm.rank], owned[self.comm.rank]
+        )
         nbytes = sum(entry.nbytes for catalogue in catalogues for entry in catalogue)
         reports = self.channel.all_gather(own, "a checkpoint was written", nbytes=nbytes)
         problems = [each["problem"] for each in reports if each["problem"]]
         result: dict[str, Any] = {"problem": None, "name": None, "note": None}
-        if self.rank == 0:
+        if self.comm.rank == 0:
             if problems:
                 self._discard(staged)
                 result["note"] = self._newest()
@@ -163,11 +163,11 @@ class Writer:
         self, staged: str, copy: Copy, catalogue: Sequence[TensorEntry], owned: Mapping[str, int]
     ) -> dict[str, Any]:
         """Write this rank's files; return its report for round 2."""
-        stem = f"rank{self.rank:04d}"
+        stem = f"rank{self.comm.rank:04d}"
         described = SavedRank(objects=copy.objects, where=dict(owned), grid=dict(self.grid))
         text = json.dumps(asdict(described), separators=(",", ":")).encode()
         files = {f"{stem}.json": FileEntry(nbytes=len(text), checksum=digest(text))}
-        own = in_file_order([entry for entry in catalogue if owned[entry.name] == self.rank])
+        own = in_file_order([entry for entry in catalogue if owned[entry.name] == self.comm.rank])
         header = header_of(own)
         try:
             self.storage.write(staged, f"{stem}.json", [text])
@@ -203,7 +203,7 @@ class Writer:
             manifest = Manifest(
                 step=request.step,
                 world_size=len(gathered),
-                route=self.route,
+                route=self.comm.name,
                 created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
                 versions={"torchmn": __version__, "torch": torch.__version__},
                 metric=gathered[0]["metric"],
@@ -274,11 +274,11 @@ class Writer:
     def _describe(self, error: Exception) -> str:
         if isinstance(error, OSError):
             number = "" if error.errno is None else f" (errno {error.errno})"
-            place = error.filename or self.where
-            return f"{self.rank_label}: {place}: {error.strerror or error}{number}"
+            place = error.filename or self.storage.folder
+            return f"{self.comm.rank_label}: {place}: {error.strerror or error}{number}"
         if isinstance(error, DataError):
-            return f"{self.rank_label}: {self.where}: {error}"
-        return f"{self.rank_label}: {type(error).__name__}: {error}"
+            return f"{self.comm.rank_label}: {self.storage.folder}: {error}"
+        return f"{self.comm.rank_label}: {type(error).__name__}: {error}"
 
     def _failed(
         self, request: Request, problems: Sequence[str], newest: str | None = None

@@ -18,13 +18,11 @@ MAX_DRIFT = 1e-3  # clocks that move apart faster have jumped: crystals differ b
 
 @dataclass(frozen=True, kw_only=True)
 class Buckets:
-    """Exchanges of a rank, one per row, in order. Columns as in `records.Bucket`."""
+    """Exchanges of a rank, one per row, in order. Columns are some of `records.Bucket`."""
 
     row: Integers  # of the step, in `Steps`
-    number: Integers
     nbytes: Floats
     sent_nbytes: Floats
-    ready_s: Floats
     started_s: Floats
     ended_s: Floats
     encode_s: Floats
@@ -33,15 +31,16 @@ class Buckets:
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """Steps of a rank, one per row, in order. Columns as in `records.Step`, NaN for None."""
+    """Steps of a rank, one per row, in order. Columns as in `records.Step`, NaN for None.
+
+    What no report needs is not read.
+    """
 
     step: Integers
     at_s: Floats
     seconds: Floats
     phases: NDArray[np.float32]  # seconds ``(steps, phases)``, in the order of `records.PHASES`
     samples: Floats
-    sent_nbytes: Floats
-    received_nbytes: Floats
     run_queue_s: Floats
     cpu_s: Floats
     others_cpu_s: Floats
@@ -84,8 +83,7 @@ class RankRecord:
     start: RunStart
     settings: dict[str, str]  # the last ones
     steps: Steps
-    sent: dict[str, int]
-    received: dict[str, int]  # bytes by host, over `steps`
+    sent: dict[str, int]  # bytes by host, over `steps`
     values: dict[str, tuple[Integers, Floats]]  # what the script reports, by name: steps and values
     memory: tuple[Floats, Floats, Floats]  # ``at_s``, bytes of the process, bytes of the device
     clock: Clock

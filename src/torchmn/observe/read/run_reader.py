@@ -51,10 +51,7 @@ _MAX_TAIL_BYTES = 1 << 22  # which hold those of the 10 s between two measuremen
 _AT_THE_END = (b'"RunEnd"', b'"ClockOffset"', b'"Memory"')
 _decoder = msgspec.json.Decoder(Line)
 _STEP_COLUMNS = ("step", "at_s", "seconds", "samples", "run_queue_s", "cpu_s", "others_cpu_s")
-_BUCKET_COLUMNS = (
-    *("number", "nbytes", "sent_nbytes"),
-    *("ready_s", "started_s", "ended_s", "encode_s", "decode_s"),
-)
+_BUCKET_COLUMNS = ("nbytes", "sent_nbytes", "started_s", "ended_s", "encode_s", "decode_s")
 _of_step, _of_bucket = attrgetter(*_STEP_COLUMNS), attrgetter(*_BUCKET_COLUMNS)
 
 
@@ -231,7 +228,7 @@ class _Table:
         self._columns: list[tuple[float | None, ...]] = []
         self._phases: list[list[float]] = []
         self._buckets: list[tuple[float, ...]] = []
-        self._sent, self._received = Counter[str](), Counter[str]()
+        self._sent: Counter[str] = Counter()
         self._others: dict[type[Line], list[Any]] = defaultdict(list)
 
     def add(self, text: bytes) -> None:
@@ -254,18 +251,16 @@ class _Table:
 
     def _add_step(self, line: Step) -> None:
         row = len(self._columns)
-        nbytes = sum(line.sent.values()), sum(line.received.values())
-        self._columns.append((*_of_step(line), *nbytes))
+        self._columns.append(_of_step(line))
         phases = line.phases
         self._phases.append([phases.get(phase, 0.0) for phase in PHASES])
         for bucket in line.buckets:
             self._buckets.append((row, *_of_bucket(bucket)))
         self._sent.update(line.sent)
-        self._received.update(line.received)
 
     def record(self, *, first_step: int, last_step: int, is_sampled: bool) -> RankRecord:
         steps = Steps(
-            **_columns(self._columns, (*_STEP_COLUMNS, "sent_nbytes", "received_nbytes")),
+            **_columns(self._columns, _STEP_COLUMNS),
             phases=np.array(self._phases, dtype=np.float32).reshape(-1, len(PHASES)),
             buckets=Buckets(**_columns(self._buckets, ("row", *_BUCKET_COLUMNS))),
         )
@@ -282,7 +277,6 @@ class _Table:
             settings=settings,
             steps=steps,
             sent=self._sent,
-            received=self._received,
             values={
                 name: (
                     np.array([each.step for each in found], dtype=np.int64),
@@ -303,9 +297,9 @@ class _Table:
 
 
 def _columns(rows: Sequence[tuple[float | None, ...]], names: Sequence[str]) -> dict[str, Any]:
-    """Return arrays by column name; steps, rows and numbers as integers, others as floats."""
+    """Return arrays by column name; steps and rows as integers, others as floats."""
     columns = zip(names, _transposed(rows, len(names)), strict=True)
-    return {n: c.astype(np.int64) if n in ("step", "row", "number") else c for n, c in columns}
+    return {n: c.astype(np.int64) if n in ("step", "row") else c for n, c in columns}
 
 
 def _transposed(rows: Sequence[tuple[float | None, ...]], width: int) -> Floats:
