@@ -142,6 +142,7 @@ class GradientExchange:
         self.comm, self._engine = comm, comm.engine
         self.packing = self.unsettled = None
         self.memory.clear()
+        # From facts that are the same on all ranks, as the buckets must be.
         nbytes = sum(parameter.nbytes for _, parameter in parameters)
         self.least_nbytes = self.bucket_bytes or comm.route.bucket_bytes_for(nbytes)
         algorithm = comm.route.allreduce_algorithm(codec)

@@ -106,6 +106,7 @@ def test_few_gradients_are_cut_too_so_that_their_exchange_begins_in_backward(rou
     """Those of a small model, or of adapters in a large one: less than a bucket of `Route`."""
 
     def rank_main(comm):
+        comm.route.bandwidth_bytes_per_s = 100e6 / 8
         model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)])
         optimizer = create_multi_node_optimizer(sgd(model), comm, model)
         buckets = optimizer.reducer.exchange.filling.buckets

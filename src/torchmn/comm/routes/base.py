@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import ClassVar, Literal
 
@@ -21,11 +22,15 @@ from torchmn.comm.codecs import Codec
 from torchmn.comm.codecs.base import IsValid
 from torchmn.comm.engine import Work
 from torchmn.comm.group import Group, Groups
+from torchmn.comm.link_speed import measure_links
 
 Granularity = Literal["parameter", "everything", "bucket"]
 
 _MIN_BUCKETS = 8
-_MIN_STRIPE_BYTES = 128 * KiB  # 10 ms at 100 Mb/s, while the messages of a sum cost some 0.3 ms
+_MIN_STRIPE_BYTES = 128 * KiB
+_MIN_SUM_S = 0.02
+"""A bucket keeps the link busy for so long: the messages and the change of threads that each sum
+costs take 0.3 ms, and 4 ms where processors are shared."""
 
 
 class Route:
@@ -45,6 +50,8 @@ class Route:
     """The unit of a sum: each parameter, all of them, or a bucket while backward is running."""
     bucket_bytes: int = 4 * MiB
     """The least size of a bucket, if there are gradients for many; see `bucket_bytes_for`."""
+    bandwidth_bytes_per_s: float | None = None
+    """The measured rate of the slowest link between nodes; None until it is needed."""
     shards_parameters: ClassVar[bool] = False
     """Whether messages between nodes may contain only a part of a parameter."""
     plain_sum: ClassVar[AllReduceAlgorithm] = NativeAllReduce()
@@ -109,16 +116,28 @@ class Route:
         return self.groups.new_buffer(numel, dtype, device)
 
     def bucket_bytes_for(self, nbytes: int) -> int:
-        """The least size of a bucket where all gradients have ``nbytes``. Local.
+        """The least size of a bucket where all gradients have ``nbytes``. *Collective.*
 
-        No computation hides the sum of the last bucket. So the gradients of a small model, or of
-        adapters in a large one, are cut into several buckets as well. Not on a GPU, where each sum
-        costs the host some launches, whatever its size.
+        No computation hides the sum of the last bucket. So over slow links the gradients of a small
+        model, or of adapters in a large one, are cut into several buckets as well. Not on a GPU,
+        where each sum costs the host some launches, whatever its size.
         """
-        if not self.overlaps_backward or self.device.type == "cuda":
-            return self.bucket_bytes
         least = max(nbytes // _MIN_BUCKETS, _MIN_STRIPE_BYTES * self.size)
-        return min(self.bucket_bytes, least)
+        is_hidden = self.overlaps_backward and self.device.type == "cpu" and self.size > 1
+        if not is_hidden or not least < min(nbytes, self.bucket_bytes):
+            return self.bucket_bytes
+        if self.bandwidth_bytes_per_s is None:
+            self.bandwidth_bytes_per_s = self._engine.call(self._measure_bandwidth)
+        return round(min(self.bucket_bytes, max(least, self.bandwidth_bytes_per_s * _MIN_SUM_S)))
+
+    def _measure_bandwidth(self) -> float:
+        group = self.inter_node_group
+        link = None if group is None else measure_links(group)
+        rate = math.inf if link is None else link.bandwidth_bytes_per_s
+        # Also on ranks that send nothing between nodes: the buckets are the same on all ranks.
+        row = torch.tensor([rate], dtype=torch.float64, device="cpu")
+        self.world.all_reduce_(row, "min")
+        return float(row)
 
     def allreduce_algorithm(self, codec: Codec | None) -> AllReduceAlgorithm:
         """The algorithm of this route for a codec, or for None. Local, but for `PureNcclRoute`.
@@ -177,6 +196,8 @@ class Route:
             observer.exchange(self.groups, whole, bucket, "queued")
 
         def job() -> None:
+            # The collectives of the route do not know the bucket: the recorder labels them until
+            # the job ends. It runs alone, so no other collective gets the label.
             self._flight_recorder.set_label(bucket, step)
             for observer in events.observers:
                 observer.exchange(self.groups, whole, bucket, "started")
