@@ -47,45 +47,6 @@ def test_large_sums_between_nodes_of_different_sizes(ranks_per_node) -> None:
         assert sums == [total, total + size, total + 2 * size]
 
 
-SIZES = [1 << 16, 2_500_000, 100 << 20]
-"""The bytes of gradients: of a tiny model, of adapters, of a model of usual size."""
-USUAL = 4 << 20
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "megabits_per_s", "expected"),
-    [
-        (2, 100, [USUAL, 2_500_000 // 8, USUAL]),
-        (4, 100, [USUAL, 1 << 19, USUAL]),  # no message of less than 128 KiB
-        (2, 400, [USUAL, 1_000_000, USUAL]),  # no sum of less than 20 ms
-        (2, 10_000, [USUAL, USUAL, USUAL]),
-    ],
-)
-def test_few_gradients_are_cut_into_buckets_over_slow_links(
-    num_ranks, megabits_per_s, expected
-) -> None:
-    def rank_main(comm):
-        comm.route.bandwidth_bytes_per_s = megabits_per_s * 1e6 / 8
-        return [comm.route.bucket_bytes_for(nbytes) for nbytes in SIZES]
-
-    nodes = Topology.blocks([1] * num_ranks)
-    for found in run_ranks(rank_main, num_ranks, name="two_dimensional", topology=nodes):
-        assert found == expected
-
-
-def test_the_rate_of_links_is_the_same_on_all_ranks() -> None:
-    """Also on those that are no leader of their node, and send nothing over these links."""
-    nodes = Topology.blocks([2, 1])
-
-    def rank_main(comm):
-        comm.route.bucket_bytes_for(SIZES[1])
-        return comm.route.bandwidth_bytes_per_s
-
-    rates = run_ranks(rank_main, 3, name="hierarchical", topology=nodes)
-    assert 0 < rates[0] < float("inf")
-    assert rates == [rates[0]] * 3
-
-
 @pytest.mark.parametrize("ranks_per_node", [[2, 2], [1, 1], [3]])
 def test_pure_nccl_encodes_between_hosts_only(ranks_per_node, monkeypatch) -> None:
     """On CPUs, over gloo: which ranks encode, and that all have the same sum."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import ClassVar, Literal
 
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from torchmn.base import events
 from torchmn.cluster import Topology
-from torchmn.cluster.units import KiB, MiB
+from torchmn.cluster.units import MiB
 from torchmn.comm.allreduce import (
     AllReduceAlgorithm,
     NativeAllReduce,
@@ -22,15 +21,8 @@ from torchmn.comm.codecs import Codec
 from torchmn.comm.codecs.base import IsValid
 from torchmn.comm.engine import Work
 from torchmn.comm.group import Group, Groups
-from torchmn.comm.link_speed import measure_links
 
 Granularity = Literal["parameter", "everything", "bucket"]
-
-_MIN_BUCKETS = 8
-_MIN_STRIPE_BYTES = 128 * KiB
-_MIN_SUM_S = 0.02
-"""A bucket keeps the link busy for so long: the messages and the change of threads that each sum
-costs take 0.3 ms, and 4 ms where processors are shared."""
 
 
 class Route:
@@ -49,9 +41,6 @@ class Route:
     granularity: ClassVar[Granularity] = "bucket"
     """The unit of a sum: each parameter, all of them, or a bucket while backward is running."""
     bucket_bytes: int = 4 * MiB
-    """The least size of a bucket, if there are gradients for many; see `bucket_bytes_for`."""
-    bandwidth_bytes_per_s: float | None = None
-    """The measured rate of the slowest link between nodes; None until it is needed."""
     shards_parameters: ClassVar[bool] = False
     """Whether messages between nodes may contain only a part of a parameter."""
     plain_sum: ClassVar[AllReduceAlgorithm] = NativeAllReduce()
@@ -114,30 +103,6 @@ class Route:
         On one node that is shared memory. All ranks must request the same sizes in the same order.
         """
         return self.groups.new_buffer(numel, dtype, device)
-
-    def bucket_bytes_for(self, nbytes: int) -> int:
-        """The least size of a bucket where all gradients have ``nbytes``. *Collective.*
-
-        No computation hides the sum of the last bucket. So over slow links the gradients of a small
-        model, or of adapters in a large one, are cut into several buckets as well. Not on a GPU,
-        where each sum costs the host some launches, whatever its size.
-        """
-        least = max(nbytes // _MIN_BUCKETS, _MIN_STRIPE_BYTES * self.size)
-        is_hidden = self.overlaps_backward and self.device.type == "cpu" and self.size > 1
-        if not is_hidden or not least < min(nbytes, self.bucket_bytes):
-            return self.bucket_bytes
-        if self.bandwidth_bytes_per_s is None:
-            self.bandwidth_bytes_per_s = self._engine.call(self._measure_bandwidth)
-        return round(min(self.bucket_bytes, max(least, self.bandwidth_bytes_per_s * _MIN_SUM_S)))
-
-    def _measure_bandwidth(self) -> float:
-        group = self.inter_node_group
-        link = None if group is None else measure_links(group)
-        rate = math.inf if link is None else link.bandwidth_bytes_per_s
-        # Also on ranks that send nothing between nodes: the buckets are the same on all ranks.
-        row = torch.tensor([rate], dtype=torch.float64, device="cpu")
-        self.world.all_reduce_(row, "min")
-        return float(row)
 
     def allreduce_algorithm(self, codec: Codec | None) -> AllReduceAlgorithm:
         """The algorithm of this route for a codec, or for None. Local, but for `PureNcclRoute`.
