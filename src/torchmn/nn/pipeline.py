@@ -112,8 +112,6 @@ class _Step:
         self._pipeline = pipeline
         self._comm = pipeline.comm
         self._graph = pipeline.graph
-        self._modules = pipeline.modules
-        self._order = pipeline.order
         self._messages = pipeline.messages
         self._num_parts = pipeline.num_microbatches
         self._runs_all = pipeline.runs_all
@@ -133,7 +131,7 @@ class _Step:
         for peer, num in self._pipeline.num_messages.items():
             if num:
                 self._messages.prefetch(peer, num)
-        for index, action in enumerate(self._order):
+        for index, action in enumerate(self._pipeline.order):
             if action.kind == FORWARD:
                 self._forward(action.link, action.microbatch)
             else:
@@ -188,7 +186,7 @@ class _Step:
         if link is self._graph.links[self._comm.rank][0]:
             self._batch.seen(samples.of_part)
         if samples.of_part or self._runs_all:
-            module = self._modules[link.index]
+            module = self._pipeline.modules[link.index]
             with explained(self._comm, self._graph, link, arguments), part_of(samples.of_batch):
                 output = module(*arguments)
             if link.outputs is None and samples.of_part:
@@ -298,7 +296,7 @@ class _Step:
         """Whether no backward pass of this rank follows: later micro-batches may be empty."""
         return not any(
             action.kind == BACKWARD and (self._runs_all or action.microbatch < samples.of_batch)
-            for action in self._order[index + 1 :]
+            for action in self._pipeline.order[index + 1 :]
         )
 
 
