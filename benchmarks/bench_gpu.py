@@ -53,15 +53,16 @@ def main() -> int:
     is_shared = not arguments.smoke and len(facts["gpus"]) < NUM_RANKS  # type: ignore[arg-type]
     bars = []
     with shared_gpu() if is_shared else nullcontext("") as how:
-        if is_shared:
-            os.environ["TORCHMN_SHARE_GPU"] = "1"
         for number, part in enumerate(arguments.parts, 1):
             run.is_last = number == len(arguments.parts)
             print(f"bench-gpu: {part}, {run.left_s:.0f} s are left", flush=True)
-            if part == "kernels":
-                bars += kernels.bars(torch.device("cpu" if arguments.smoke else "cuda"))
-            else:
-                bars += MEASURED[part](run)
+            try:
+                if part == "kernels":
+                    bars += kernels.bars(torch.device("cpu" if arguments.smoke else "cuda"))
+                else:
+                    bars += MEASURED[part](run)
+            except Exception as error:  # the other parts count all the same
+                run.not_run[part] = f"{type(error).__name__}: {error}"
     for what, why in {**run.facts, **run.not_run}.items():
         print(f"bench-gpu: {what}: {'not run: ' * (what in run.not_run)}{why}")
     if arguments.smoke:

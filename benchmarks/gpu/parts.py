@@ -19,6 +19,7 @@ from typing import Any
 
 from rank_processes import Job, end_ranks, request, start_ranks
 from record import Bar, median_bar, ratio_bar
+from tests.all.gpu.check import ON_ONE_HOST
 
 from gpu.training import BLOCK_STEPS, IS_SMOKE
 from torchmn.cluster.environment_variables import SHARE_GPU_VARIABLE
@@ -302,25 +303,43 @@ def shared_gpu() -> Iterator[str]:
 
     Yields what is used.
     """
-    control = shutil.which("nvidia-cuda-mps-control")
-    if control is None:
-        yield "one GPU for two ranks, without MPS: they take turns on it"
-        return
+    control, before = shutil.which("nvidia-cuda-mps-control"), dict(os.environ)
+    os.environ |= {**ON_ONE_HOST, **os.environ, SHARE_GPU_VARIABLE: "1"}
+    os.environ.setdefault("NCCL_MAX_CTAS", "8")  # leaves room for computing
     with tempfile.TemporaryDirectory(prefix="torchmn-mps-") as folder:
-        before = dict(os.environ)
-        os.environ["CUDA_MPS_PIPE_DIRECTORY"] = f"{folder}/pipe"
-        os.environ["CUDA_MPS_LOG_DIRECTORY"] = f"{folder}/log"
-        os.environ.setdefault("NCCL_MAX_CTAS", "8")  # leaves room for computing
+        variables = {"CUDA_MPS_PIPE_DIRECTORY": f"{folder}/pipe",
+                     "CUDA_MPS_LOG_DIRECTORY": f"{folder}/log"}  # fmt: skip
+        problem = "there is none" if control is None else _mps(control, variables, "-d")
+        if not problem:
+            os.environ |= variables
         try:
-            subprocess.run([control, "-d"], check=True, timeout=30)
-            yield "one GPU for two ranks, with MPS"
-        except (OSError, subprocess.SubprocessError) as error:
-            raise SystemExit(f"bench-gpu: MPS does not start: {error}") from error
+            how = f"without MPS ({problem}): they take turns on it" if problem else "with MPS"
+            yield f"one GPU for two ranks, {how}"
         finally:
-            with suppress(OSError, subprocess.SubprocessError):
-                subprocess.run([control], input="quit\n", text=True, timeout=30, check=False)
+            if control is not None and not problem:
+                _mps(control, variables, text="quit -t 3\n")
             os.environ.clear()
             os.environ.update(before)
+
+
+def _mps(control: str, variables: Mapping[str, str], *words: str, text: str = "") -> str:
+    """Call MPS's control program; returns what is wrong, or nothing."""
+    for folder in variables.values():
+        Path(folder).mkdir(exist_ok=True)
+    try:
+        subprocess.run(
+            [control, *words],
+            env={**os.environ, **variables},
+            input=text,
+            text=True,
+            stdout=subprocess.DEVNULL,  # a daemon must not keep the pipes of this process
+            stderr=subprocess.DEVNULL,
+            timeout=30,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        return str(error)
+    return ""
 
 
 PARTS: dict[str, Callable[[Run], list[Bar]]] = {

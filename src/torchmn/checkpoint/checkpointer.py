@@ -103,6 +103,7 @@ class MultiNodeCheckpointer:
         self._on_failure = on_failure
         self._memory = CopyMemory()
         self._thread: threading.Thread | None = None
+        # Set by the thread that writes, and read once it has been joined: hence without a lock.
         self._outcome: Outcome | Exception | None = None
         self._last_problem: TorchmnError | None = None
         self._broken: Exception | None = None

@@ -61,7 +61,7 @@ def export_dcp(checkpoint: str | Path, folder: str | Path) -> None:
     try:
         make_private_folder(Path(folder))
         writer = FileSystemWriter(folder)
-        writer.fs = PrivateFiles()
+        writer.fs = PrivateFiles()  # DCP opens its files by it, else with the modes of the umask
         with warnings.catch_warnings():  # DCP warns that it saves in one process, as is intended
             warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)
             dcp.save(state, storage_writer=writer, **alone)

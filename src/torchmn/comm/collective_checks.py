@@ -90,6 +90,7 @@ class CallCheck:
         mark_as_rejection(error)
         if self._group.size == 1:
             raise error
+        # The other ranks are in this call, or will be: it ends for them when each has sent a row.
         kind = "" if isinstance(error, TorchmnError) else f"{type(error).__name__}: "
         text = f"{kind}{error}".encode()
         try:

@@ -333,6 +333,7 @@ def _own_part(
     reaches about half of a link's rate (21 to 27 of 39 Mb/s, 0.53 of 0.93 Gb/s, 2.9 of 4.9 Gb/s).
     If a host has a network other than Ethernet, MPI is kept, because it can use it.
     """
+    # Counted, so that each has a key of its own: all ranks make their communicators in one order.
     _num_created[id(world)] += 1
     key = f"communicator{_num_created[id(world)]}"
     limit = TimeLimit(timeout_s)

@@ -294,6 +294,8 @@ class Engine:
             finally:
                 self._hand_back()
             return work
+        # The order of this queue is that of the script's calls, whichever thread runs the jobs: all
+        # ranks must run the same exchanges in the same order.
         with self._condition:
             self._queue.append(cast("Work[object]", work))
             if self.is_threaded and self._thread is None:
@@ -316,6 +318,7 @@ class Engine:
                 observer.phase("exchange", begins=False)
 
     def _await(self, work: Work[Result]) -> None:
+        # Only this thread may call MPI: what was queued before `work` runs here too, in its order.
         if not self.is_threaded:
             while not work.done and self._queue:
                 self._run(self._queue.popleft())
@@ -337,6 +340,8 @@ class Engine:
         with self._condition:
             self._is_closed = True
             self._condition.notify_all()
+        # The other ranks run what is queued, and would wait for this one. Only then may the watcher
+        # end, which the last of these jobs may still give work to watch.
         if self._thread is not None:
             self._thread.join()
         self.watcher.close()
@@ -347,6 +352,7 @@ class Engine:
         """Store the error of queued work for the next call. Called on the watcher's thread."""
         if self._broken is None:
             self._failure = error
+            # In this order: a thread that sees the flag waits for `_broken`, see `raise_failure`.
             self._broken, self._is_failing = error, True
 
     def _raise_if_unusable(self) -> None:

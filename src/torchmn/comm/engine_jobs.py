@@ -110,6 +110,7 @@ class CollectiveJobs:
         own = [part.contiguous() for part in parts]
 
         def job() -> Tensor:
+            # The root gets its own part back as it is; a result must not share memory with `xs`.
             mine = cast(Tensor, self._from_root(Call("scatter", root=root), own, root))
             return _own(mine) if self.rank == root else mine
 
@@ -440,6 +441,8 @@ class ObjectExchange:
         own = self._group.rank
         targets = self._pack(call, {p: obj for p, obj in outgoing.items() if p != own})
         remote = [peer for peer in sources if peer != own]
+        # Each message tells the receiver how long the next one is: the row of the check the
+        # description, and that the tensors. A library needs the memory before it can receive.
         size, inline = _announced(list(targets.values()))
         rows = self._check.compare(call, size, inline)
         heads = {peer: _empty_head(rows[peer]) for peer in remote}

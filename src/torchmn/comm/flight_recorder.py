@@ -179,6 +179,7 @@ class FlightRecorder:
     def set_label(self, bucket: int | None, step: int | None) -> None:
         """Set the bucket and the step that the next collectives belong to."""
         self._bucket, self._step = bucket, step
+        # Sums without a step, as of a broadcast, tell nothing about the first step.
         if step is not None and not self.has_stepped:
             self.has_stepped = self._first_step not in (None, step)
             self._first_step = step

@@ -67,6 +67,7 @@ class Grid:
             stride //= size
             strides[name] = stride
             self.coordinates[name], left = divmod(left, stride)
+        # Collective, once for each axis: all ranks have the same order, which was compared above.
         # The color of an axis is the rank with coordinate 0 on it and otherwise equal coordinates.
         self._axes = {
             name: comm.split(comm.rank - self.coordinates[name] * strides[name], comm.rank)

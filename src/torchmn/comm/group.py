@@ -159,13 +159,12 @@ class Group:
         """Whether a flag is True on all ranks; for a tensor, a tensor on the same device."""
         if self.size == 1:
             return flag
-        if isinstance(flag, Tensor):
-            is_false = (~flag).to(torch.int32).view(1)
-            self.all_reduce_(is_false, "max")
-            return is_false.view(()) == 0
-        is_false = torch.tensor([0 if flag else 1], dtype=torch.int32, device="cpu")
-        self.all_reduce_(is_false, "max")
-        return not int(is_false)
+        # A flag on a device stays there: to read it, the host would wait for what is queued before.
+        on_device = flag if isinstance(flag, Tensor) else torch.tensor(flag, device="cpu")
+        is_true = on_device.to(torch.int32).view(1)
+        self.all_reduce_(is_true, "min")
+        result = is_true.view(()) != 0
+        return result if isinstance(flag, Tensor) else bool(result)
 
     def _run(
         self,

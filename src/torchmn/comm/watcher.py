@@ -118,6 +118,7 @@ class Watcher:
         self._queue.popleft()
 
     def _drop_all(self) -> None:
+        # All of it is queued behind the work that has failed, and may never complete.
         self._queue.popleft()
         while self._queue:
             self._queue.popleft().drop()

@@ -200,6 +200,7 @@ class _Examiner:
             except LaunchError as error:
                 return error
 
+        # Workers only return values: this thread alone changes sessions and findings.
         found: dict[str, Any] = {}
         for host, value in zip(hosts, self._workers.map(result, hosts), strict=True):
             if isinstance(value, LaunchError):

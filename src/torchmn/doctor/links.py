@@ -150,6 +150,14 @@ def _best_quarter(values: Sequence[float]) -> float:
     return sorted(values)[len(values) // 4]
 
 
+# Of a host that is the cause: what it does, its end of a link, and the least number of its links.
+_SIDES: tuple[tuple[str, Callable[[Link], tuple[str, ...]], int], ...] = (
+    ("sends to and receives from", lambda link: (link.source, link.target), 3),
+    ("sends to", lambda link: (link.source,), 2),
+    ("receives from", lambda link: (link.target,), 2),
+)
+
+
 def _places(
     bad: Sequence[Link], links: Sequence[Link]
 ) -> Iterator[tuple[list[str], str, list[Link]]]:
@@ -159,24 +167,13 @@ def _places(
         yield hosts, f"between all hosts ({listed(hosts)})", list(bad)
         return
     left = {link.key: link for link in bad}
-    of_host = Counter(host for link in links for host in (link.source, link.target))
-    bad_of = Counter(host for link in bad for host in (link.source, link.target))
-    for host, number in bad_of.items():
-        if number == of_host[host] > 2:
-            chosen = [link for link in left.values() if host in link.key[:2]]
-            peers = sorted({name for link in chosen for name in link.key[:2]} - {host})
-            if chosen:
-                yield [host], f"where {host} sends to and receives from {listed(peers)}", chosen
-            for link in chosen:
-                left.pop(link.key)
-    for direction, verb in (("source", "sends to"), ("target", "receives from")):
-        at = Counter(getattr(link, direction) for link in links)
-        bad_at = Counter(getattr(link, direction) for link in left.values())
-        for host, number in bad_at.items():
-            if number == at[host] > 1:
-                chosen = [link for link in left.values() if getattr(link, direction) == host]
-                other = "target" if direction == "source" else "source"
-                peers = sorted(getattr(link, other) for link in chosen)
+    for verb, ends_of, least in _SIDES:
+        of_host = Counter(host for link in links for host in ends_of(link))
+        bad_of = Counter(host for link in left.values() for host in ends_of(link))
+        for host, number in bad_of.items():
+            chosen = [link for link in left.values() if host in ends_of(link)]
+            if chosen and number == of_host[host] >= least:
+                peers = sorted({name for link in chosen for name in link.key[:2]} - {host})
                 yield [host], f"where {host} {verb} {listed(peers)}", chosen
                 for link in chosen:
                     left.pop(link.key)

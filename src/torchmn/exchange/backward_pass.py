@@ -165,6 +165,7 @@ class Passes:
     def close(self) -> None:
         """Note that this optimizer takes part in no pass any more."""
         self._members.num -= 1
+        # Of its own: an optimizer may be closed twice, and must not be subtracted twice.
         self._members = _Members()
 
     @property

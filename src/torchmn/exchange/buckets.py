@@ -233,6 +233,7 @@ def _in_parts(
 
 def _lay_out(group: Sequence[NamedParameter], num_footer: int, allocate: Allocate) -> Bucket:
     first = group[0][1]
+    # Pairs of real numbers: neither all transports nor codecs know complex ones.
     dtype = first.dtype.to_real() if first.dtype.is_complex else first.dtype
     sizes = [p.numel() * (2 if p.dtype.is_complex else 1) for _, p in group]
     starts = []

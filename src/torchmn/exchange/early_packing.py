@@ -16,6 +16,7 @@ from torchmn.base import events
 from torchmn.base.errors import UnsupportedError
 from torchmn.exchange.buckets import Bucket, Slot
 from torchmn.exchange.gradient_exchange import GradientExchange
+from torchmn.exchange.packing import Packing
 from torchmn.exchange.parameter_hook import GradientHooks
 
 
@@ -64,10 +65,10 @@ class EarlyPacking:
 
     def pack_rest(self) -> None:
         """Pack all remaining slots at the end of a pass, also those without a gradient."""
-        exchange = self._exchange
-        for bucket in exchange.filling.buckets:
+        packing = self._exchange.filled
+        for bucket in packing.buckets.buckets:
             if bucket.num_packed < len(bucket.slots):
-                self._pack(bucket, [slot for slot in bucket.slots if not slot.is_packed])
+                self._pack(packing, bucket, [slot for slot in bucket.slots if not slot.is_packed])
 
     def _pack_small(self, bucket: Bucket) -> None:
         """Pack the small gradients of a bucket if all of them are known to be final."""
@@ -80,34 +81,33 @@ class EarlyPacking:
             self._pack_early(bucket, bucket.small)
 
     def _pack_early(self, bucket: Bucket, slots: Sequence[Slot]) -> None:
+        # Inside a hook of autograd: the pass waits, and computes the next gradient after this.
+        packing, as_view = self._exchange.filled, self._exchange.as_view
         for observer in events.observers:
             observer.phase("pack", begins=True)
         try:
-            means = self._pack(bucket, slots)
+            means = self._pack(packing, bucket, slots)
         finally:
             for observer in events.observers:
                 observer.phase("pack", begins=False)
         # What was copied is freed: the next layer's gradient then takes its memory.
-        exchange = self._exchange
-        as_view = exchange.as_view
         for slot in slots:
             parameter, tensor = slot.parameter, slot.tensor
             if as_view:
                 parameter.grad = tensor
             elif parameter.grad is not tensor and slot not in means:
                 parameter.grad = None
-        sums = exchange.filled.sums
-        behind = sums.next_bucket
+        behind = packing.sums.next_bucket
         if behind is not bucket:  # gradients may have come in another order than before
             self._pack_small(behind)
 
-    def _pack(self, bucket: Bucket, slots: Sequence[Slot]) -> Collection[Slot]:
+    def _pack(self, packing: Packing, bucket: Bucket, slots: Sequence[Slot]) -> Collection[Slot]:
         """Write gradients into their bucket.
 
         Returns the slots whose gradient was added to an earlier mean; none where such a mean can
         only be in its slot.
         """
-        exchange, packing = self._exchange, self._exchange.filled
+        exchange = self._exchange
         means = () if exchange.is_plain else exchange.note_own(slots)
         packing.is_accumulating |= bool(means)
         packing.pack(bucket, slots)

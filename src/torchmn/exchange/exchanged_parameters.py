@@ -115,6 +115,8 @@ class ExchangedParameters:
             return True  # a script has put others into the groups
         if self.are_sharded:
             self._shards.follow()
+        # Asked before every pass, and an address is read faster than dtype, shape and device: what
+        # changes these gives the tensor other memory.
         addresses = [(p.requires_grad, p.data_ptr()) for p in self._known]
         if addresses == self._addresses:
             return False

@@ -73,8 +73,6 @@ class GradientExchange:
         self.num_sets = num_sets
         self.bucket_bytes: int | None = None
         """The least size of a bucket, except the last one; None for the communicator's default."""
-        self.least_nbytes = 0
-        """That size in the current layout."""
         self.scale: float | None = None
         """The `weight_scale` of the next exchange; None if the ranks have to agree on one."""
         self.zero_fill, self.reduction = options.zero_fill, options.reduction
@@ -142,8 +140,6 @@ class GradientExchange:
         self.comm, self._engine = comm, comm.engine
         self.packing = self.unsettled = None
         self.memory.clear()
-        nbytes = sum(parameter.nbytes for _, parameter in parameters)
-        self.least_nbytes = self.bucket_bytes or comm.route.bucket_bytes_for(nbytes)
         algorithm = comm.route.allreduce_algorithm(codec)
 
         def new_set() -> BucketSet:
@@ -153,7 +149,7 @@ class GradientExchange:
             buckets = plan_buckets(
                 parameters,
                 granularity=comm.route.granularity,
-                bucket_bytes=self.least_nbytes,
+                bucket_bytes=self.bucket_bytes or comm.route.bucket_bytes,
                 num_footer=footer.num_values,
                 footer_device=sparse[0][1].device if sparse else None,
                 allocate=comm.route.new_buffer,

@@ -54,6 +54,7 @@ class Means:
             raise
         for slot in lent:
             parameter = slot.parameter
+            # A frozen parameter keeps None: with a gradient, even of zeros, optimizers change it.
             if not parameter.requires_grad and parameter.grad is None:
                 continue
             if slot.tensor.data_ptr() != slot.address:

@@ -36,6 +36,7 @@ from torchmn.exchange.finiteness import NonfiniteGradients
 from torchmn.exchange.gradient_exchange import GradientExchange
 from torchmn.exchange.local_passes import LocalPasses
 from torchmn.exchange.options import GradientOptions
+from torchmn.exchange.packing import Packing
 from torchmn.exchange.parameter_hook import GradientHooks
 from torchmn.exchange.replica_divergence import ReplicaWatch, Watched
 from torchmn.exchange.sums import Sums
@@ -218,7 +219,6 @@ class GradientReducer:
         *,
         num_sets: int | None = None,
         bucket_bytes: int | None = None,
-        on_backward_end: Callable[[], None] | None = None,
     ) -> None:
         """Use another communicator and codec from the next exchange on. *Collective.*
 
@@ -227,7 +227,6 @@ class GradientReducer:
         self.comm, self.codec, self.is_suspended = comm, codec, False
         self.exchange.num_sets = self.exchange.num_sets if num_sets is None else num_sets
         self.exchange.bucket_bytes = bucket_bytes or self.exchange.bucket_bytes
-        self._on_backward_end = on_backward_end or self._on_backward_end
         self.rebuild()
 
     def suspend(self) -> None:
@@ -449,8 +448,7 @@ class GradientReducer:
             self._give_up_pass()
         self.is_late = is_late
         local.end(is_late=is_late)
-        self.finish_filling()
-        packing = self.exchange.filled
+        packing = self.finish_filling()
         weight = packing.context.weight
         is_of_sums = packing.is_accumulating and self.exchange.reduction == "sum"
         try:
@@ -472,13 +470,13 @@ class GradientReducer:
         if self.exchange.num_in_step == 0 or self.local_passes.states:
             self.exchange_now(is_late=True)
 
-    def finish_filling(self) -> None:
+    def finish_filling(self) -> Packing:
         """Pack the remaining gradients and hand over the buckets that may be sent early.
 
-        *Collective.* If parameters have changed, nothing of this pass was packed yet, and the
-        buckets are laid out again. Raises RankMismatchError on all ranks: only some of them have
-        changed parameters. Raises UsageError: this rank left out a backward pass that several
-        optimizers share.
+        *Collective.* Returns the exchange that is filled. If parameters have changed, nothing of
+        this pass was packed yet, and the buckets are laid out again. Raises RankMismatchError on
+        all ranks: only some of them have changed parameters. Raises UsageError: this rank left out
+        a backward pass that several optimizers share.
         """
         passes, local = self.passes, self.local_passes
         passes.raise_if_unfinished()
@@ -508,6 +506,7 @@ class GradientReducer:
         passes.were_cleared = False
         self._num_exchanges.num += 1
         self.replicas.exchanged()
+        return packing
 
     def shadow_exchange(self) -> Sums:
         """Take part in an exchange of the other ranks with weight 0. *Collective.*

@@ -123,6 +123,7 @@ class ReplicaCheck:
     def check(self, step: int) -> list[Difference]:
         """Compare now, and return the differences. *Collective.* Raises as `step_ended`."""
         all_sums = self._comm.allgather_obj(self._checksums())
+        # A rank may hold other parameters: a part of the model, or adapters of its own.
         common = set(all_sums[0]).intersection(*all_sums[1:])
         found = differences([{n: sums[n] for n in sums if n in common} for sums in all_sums])
         self._num_checks += bool(common)

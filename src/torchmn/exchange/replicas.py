@@ -184,6 +184,8 @@ def broadcast_optimizer_state(comm: Communicator, inner: Optimizer) -> None:
 
     They differ if a file was loaded on rank 0 alone, or if ranks made different steps before.
     """
+    # Compared first: Adam's state is twice as large as the model, and it is the same on all ranks
+    # if they have loaded it from one file.
     state = inner.state_dict()
     mine = {
         name: checksum([value]) if isinstance(value, Tensor) else repr(value)
@@ -282,6 +284,7 @@ def copy_state_from_rank(
     ``is_behind``: whether this rank takes them, because it lacks steps; by default all ranks but
     the source do.
     """
+    # All ranks take part, also those that take nothing: only some know who is behind.
     is_source = comm.rank == source
     state = comm.bcast_obj(with_parts(inner.state_dict()) if is_source else None, source)
     held = comm.bcast_obj([local_part(t.detach()) for t in tensors] if is_source else None, source)

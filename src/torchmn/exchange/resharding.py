@@ -51,6 +51,7 @@ def raise_if_other_optimizer(target: Optimizer, state: Any, saved_class: str) ->
     Classes that share their options, such as Adam and AdamW, load each other's state.
     """
     own_class = type(getattr(target, "inner", target)).__name__
+    # By what the new optimizer needs, not by class: a state of Adam continues in AdamW.
     groups = state.get("param_groups") if isinstance(state, Mapping) else None
     missing = set(target.defaults).difference(*(groups or [target.defaults]))
     if saved_class not in ("", own_class) and missing:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from torchmn.base import events
 from torchmn.base.errors import UsageError
 from torchmn.comm.streams import Deferred
 from torchmn.exchange.agreements.base import Agreement, PassContext
@@ -152,12 +153,14 @@ class Sums:
     def _await_sums(self) -> None:
         """Wait for all sums; with a device its current stream waits, not the host."""
         agreement, self.agreement = self.agreement, None
-        if agreement is not None:  # if it failed, that must not be taken for success
-            agreement.wait()
-        for bucket in self.buckets.buckets:
-            if bucket.work is not None:
-                bucket.work.wait()
-                bucket.work = None
+        # Reported here, too: of sums that are queued on a device the engine has nothing to await.
+        with events.during("exchange"):
+            if agreement is not None:  # if it failed, that must not be taken for success
+                agreement.wait()
+            for bucket in self.buckets.buckets:
+                if bucket.work is not None:
+                    bucket.work.wait()
+                    bucket.work = None
 
     def read(self) -> None:
         """Wait for the footer to arrive on the host, and read it. Local."""

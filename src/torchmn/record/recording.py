@@ -112,6 +112,8 @@ class Recording:
         self._functions: tuple[cProfile.Profile, Path] | None = None
         self._stopping = threading.Event()
         self._is_closed = False
+        # Hooks of torch for every optimizer of the process, since the script may have any number of
+        # them; the recorder decides which one's steps count.
         self._optimizer_hooks = [
             register_optimizer_step_pre_hook(self._step_begins),
             register_optimizer_step_post_hook(self._step_ended),
@@ -233,6 +235,7 @@ class Recording:
             self._server.close()
 
 
+# In tests and notebooks ranks are threads, which begin at the same time: see `start`.
 _starting = threading.Lock()
 _current: list[Recording] = []
 """The record of this process: at most one, since its hooks observe the whole process."""

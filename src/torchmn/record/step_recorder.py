@@ -30,7 +30,7 @@ from torchmn.record.records import (
     Step,
     Value,
 )
-from torchmn.record.timeline import DIGITS, Exchange, Mark, StepClock
+from torchmn.record.timeline import DIGITS, Exchange, Mark, StepClock, TrainingThread
 
 if TYPE_CHECKING:
     from torchmn.record.step_trace import StepTrace
@@ -83,7 +83,7 @@ class StepRecorder(Observer):
         self.traces: list[StepTrace] = []
         """Traces that are running."""
         self._write = write
-        self._training = threading.get_ident()
+        self._training = TrainingThread(clock)
         self._phase: Phase = "other"
         # The phases that have not ended, each with the one that it has interrupted.
         self._stack: list[tuple[str, Phase]] = []
@@ -106,7 +106,7 @@ class StepRecorder(Observer):
         """See `Observer.phase`."""
         if name in ("encode", "decode"):
             self._note_coding(name, begins)
-        if not self._is_counted():
+        if not self._training.is_current():
             return
         if name in ("backward", "pack"):
             self._begin_backward()
@@ -117,13 +117,6 @@ class StepRecorder(Observer):
             self._begin(cast(Phase, name))
         else:
             self._end(name)
-
-    def _is_counted(self) -> bool:
-        """Whether events on the current thread belong to the step."""
-        # Autograd calls the hooks of CUDA tensors on threads of its own.
-        return threading.get_ident() == self._training or (
-            not self.clock.is_host and current_graph_task_id() != -1
-        )
 
     def _begin(self, phase: Phase) -> None:
         self._stack.append((phase, self._phase))
@@ -174,6 +167,7 @@ class StepRecorder(Observer):
 
     def _note_coding(self, name: str, begins: bool) -> None:
         """Add the time in which a codec works to the exchange that runs. Any thread."""
+        # By thread: the engine may encode one bucket while the training thread encodes another.
         thread, now = threading.get_ident(), self.clock.mark()
         began = self._coding.pop(thread, now)
         if begins:
@@ -190,7 +184,7 @@ class StepRecorder(Observer):
         next forward counts as ``data``.
         """
         self._begin_first_step()
-        if self._whole or not self._is_counted():
+        if self._whole or not self._training.is_current():
             return
         if not is_training:
             self._switch("evaluation")
@@ -257,8 +251,7 @@ class StepRecorder(Observer):
 
     def end_step(self, number: int, *, samples: int | None = None) -> None:
         """End a step and begin the next one. ``samples`` replaces the count made in forward."""
-        if self._training != threading.get_ident():
-            self._training = threading.get_ident()
+        if self._training.move():
             self._stack.clear()
         ended = self._step
         ended.number, ended.end = number, self.clock.mark()

@@ -66,6 +66,7 @@ class StepTrace:
         self._last_number = max((row["number"] for row in self._recent()), default=0)
         self._profiler = profile(activities=activities)
         self._profiler.start()
+        # Both clocks are read at once: what runs between them would shift the whole trace.
         self._clock_s = time.perf_counter()
         with record_function(CLOCK_EVENT):
             pass
@@ -118,6 +119,8 @@ class StepTrace:
             return
         self._recorder.traces.remove(self)
         offset = self._offset()
+        # torch writes the file, of which metadata is the only part that others may add to, as long
+        # as the profiler runs.
         own = {
             "rank": self._rank,
             "host": socket.gethostname(),

@@ -6,11 +6,13 @@ passed it. Marks are compared later, so that nothing ever waits for the GPU.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from torchmn.base.torch_private import current_graph_task_id
 from torchmn.record.records import Bucket
 
 Mark = Any  # of one clock: its own business, but that None is no mark
@@ -87,6 +89,31 @@ def clock_of(device: str) -> StepClock:
     return GpuClock(
         lambda: torch.cuda.Event(enable_timing=True), torch.cuda.is_current_stream_capturing
     )
+
+
+class TrainingThread:
+    """The thread that trains: the one that makes this object, and for a GPU autograd's as well.
+
+    Autograd has a thread for each GPU, which calls the hooks of a backward pass and, after all of
+    them, what was queued for the end of the pass.
+    """
+
+    def __init__(self, clock: StepClock) -> None:
+        self._has_own_of_autograd = not clock.is_host
+        self._idents = [threading.get_ident()]
+
+    def is_current(self) -> bool:
+        """Whether the calling thread is the one that trains."""
+        ident = threading.get_ident()
+        if self._has_own_of_autograd and current_graph_task_id() != -1:
+            self._idents[1:] = [ident]
+        return ident in self._idents
+
+    def move(self) -> bool:
+        """Train on the calling thread from now on; returns whether it is another one."""
+        ident, before = threading.get_ident(), self._idents[0]
+        self._idents[0] = ident
+        return ident != before
 
 
 DIGITS = 7

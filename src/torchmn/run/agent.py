@@ -15,7 +15,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import Literal
 
 from torchmn.base.errors import shell_code
 from torchmn.base.private_files import write_whole
-from torchmn.cluster.cpus import CpuAssignment, count_memory_kills, describe_sigkill
+from torchmn.cluster.cpus import count_memory_kills, describe_sigkill
 from torchmn.cluster.environment_variables import MONITOR_VARIABLE, RECORD_VARIABLE
 from torchmn.control.connection import Channel
 from torchmn.control.heartbeat import answer
@@ -75,7 +75,11 @@ _Source = Literal["supervisor", "system"]
 
 
 class Agent:
-    """Runs the script of one rank until it and all processes that it started have exited."""
+    """Runs the script of one rank until it and all processes that it started have exited.
+
+    ``started`` makes the report of its start from its process; ``place`` is (local rank, number of
+    ranks on this host).
+    """
 
     def __init__(
         self,
@@ -83,8 +87,7 @@ class Agent:
         order: StartScript,
         channel: Channel,
         wakeup: socket.socket,
-        share: CpuAssignment,
-        beside: str = "",
+        started: Callable[..., ScriptStarted],
         place: tuple[int, int] = (0, 1),
         *,
         input_path: str = "",
@@ -93,8 +96,7 @@ class Agent:
         self._order = order
         self._channel = channel
         self._wakeup = wakeup
-        self._share = share
-        self._beside = beside
+        self._started = started
         self._place = place
         self._input_path = input_path
         path = Path(order.log_dir) / f"rank{rank}.log"
@@ -173,18 +175,7 @@ class Agent:
         if process.stdout is not None and process.stderr is not None:
             self._output.follow("out", process.stdout)
             self._output.follow("err", process.stderr)
-        self._channel.post(
-            ScriptStarted(
-                pid=process.pid,
-                cores=sorted(self._share.cores),
-                num_threads=self._num_threads(env),
-                beside=self._beside,
-            )
-        )
-
-    def _num_threads(self, env: Mapping[str, str]) -> int:
-        text = env.get("OMP_NUM_THREADS", "")
-        return int(text) if text.isdigit() else self._share.num_threads
+        self._channel.post(self._started(pid=process.pid))
 
     # ---- the loop -----------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ import os
 import socket
 import sys
 from collections.abc import Mapping
+from functools import partial
 
 from torchmn.base.errors import LaunchError, TorchmnError
 from torchmn.base.terminal import say
@@ -23,7 +24,7 @@ from torchmn.cluster.network import Route, local_address_among, local_address_fo
 from torchmn.control import connection as channels
 from torchmn.control.authenticated_listener import connect_authenticated
 from torchmn.control.connection import Channel, reserve_port
-from torchmn.control.messages import AgentHello, StartRefused, StartScript
+from torchmn.control.messages import AgentHello, ScriptStarted, StartRefused, StartScript
 from torchmn.control.processes import adopt_orphans, signal_socket
 from torchmn.run.agent import HANDLED_SIGNALS, Agent
 from torchmn.run.backend import open_mpi_memory
@@ -52,6 +53,9 @@ def main() -> int:
             return 1
         share, beside = bind_cores(place, os.environ, available_processors())
         env = script_environment(os.environ, share, order.env, route)
+        threads, cores = env["OMP_NUM_THREADS"], sorted(share.cores)
+        num_threads = int(threads) if threads.isdigit() else share.num_threads
+        started = partial(ScriptStarted, cores=cores, num_threads=num_threads, beside=beside)
         # Until the script has ended: its own store binds the reserved port of rank 0 as well.
         with keeper, open_mpi_memory(env) as variables:
             on_host = (place.intra_rank or 0, place.intra_size or 1)
@@ -60,8 +64,7 @@ def main() -> int:
                 order,
                 channel,
                 wakeup,
-                share,
-                beside,
+                started,
                 on_host,
                 input_path="".join(sys.argv[1:]) if place.rank == input_rank(os.environ) else "",
             )

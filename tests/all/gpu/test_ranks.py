@@ -33,7 +33,7 @@ def on_gpu(function: Callable[..., None]) -> Callable[..., None]:
 
 
 NCCL = pytest.param("nccl", marks=pytest.mark.several_gpus)
-COLLECTIVES = ("collectives", "order_of_streams", "other_streams")
+COLLECTIVES = ("collectives", "order_of_streams", "other_streams", "minibatch_sums")
 TRAINING = (
     *("every_step", "chosen_by_measurement", "grad_scaler", "compiled", "resume"),
     *("codec_int8", "codec_int4", "codec_1bit"),

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import torchmn
 from tests.limits import limit
+from torchmn.cntk.train.minibatch_sums import MinibatchSums, start_sum
 from torchmn.comm import Communicator
 from torchmn.errors import (
     CommunicationError,
@@ -165,6 +166,19 @@ def order_of_streams(comm: Communicator) -> None:
         del junk, arrived
 
 
+def minibatch_sums(comm: Communicator) -> None:
+    """Those of CNTK's trainer, which are started while the GPU still computes the loss."""
+    loss = torch.full((), comm.rank + 1.0, device=comm.device)
+    if comm.device.type == "cuda":
+        torch.cuda._sleep(20_000_000)
+    own = MinibatchSums(loss * 2, num_samples=3, is_sweep_end=comm.rank == 0)
+    loss.zero_()
+    await_sums = start_sum(own, comm)
+    found = await_sums()
+    assert found.loss == comm.size * (comm.size + 1)
+    assert (found.metric, found.num_samples, found.is_sweep_end) == (None, 3 * comm.size, True)
+
+
 def other_streams(comm: Communicator) -> None:
     """A script with a stream of its own: sums are ordered with that one."""
     if comm.device.type != "cuda":
@@ -189,32 +203,33 @@ def every_step(comm: Communicator) -> None:
     assert_close(model, expected)
 
 
+def _trained(
+    comm: Communicator,
+    num_steps: int,
+    lr: float = 0.02,
+    dtype: torch.dtype = torch.float64,
+    **options: object,
+) -> nn.Module:
+    """Train with these options on one batch, so that the loss falls."""
+    model = network(comm, dtype)
+    sgd = torch.optim.SGD(model.parameters(), lr=lr)
+    optimizer = torchmn.create_multi_node_optimizer(sgd, comm, model, **options)
+    losses = train(comm, model, optimizer, steps=[0] * num_steps)
+    optimizer.flush()
+    assert losses[-1] < losses[0], losses
+    return model
+
+
 def _codec(name: str) -> Callable[[Communicator], None]:
     def work(comm: Communicator) -> None:
-        model = network(comm, torch.float32)
-        optimizer = torchmn.create_multi_node_optimizer(
-            torch.optim.SGD(model.parameters(), lr=0.05), comm, model, codec=name
-        )
-        losses = train(comm, model, optimizer, steps=[0] * 30)
-        assert_replicas(comm, model)
-        assert losses[-1] < losses[0], losses
+        assert_replicas(comm, _trained(comm, 30, 0.05, torch.float32, codec=name))
 
     return work
 
 
 def _schedule(make: Callable[[], object]) -> Callable[[Communicator], None]:
     def work(comm: Communicator) -> None:
-        model = network(comm)
-        optimizer = torchmn.create_multi_node_optimizer(
-            torch.optim.SGD(model.parameters(), lr=0.02),
-            comm,
-            model,
-            schedule=make(),
-        )
-        losses = train(comm, model, optimizer, steps=[0] * 24)
-        optimizer.flush()
-        assert_replicas(comm, model)
-        assert losses[-1] < losses[0], losses
+        assert_replicas(comm, _trained(comm, 24, schedule=make()))
 
     return work
 
@@ -621,16 +636,7 @@ def ddp_hook(comm: Communicator) -> None:
 
 
 def parameter_server(comm: Communicator) -> None:
-    model = network(comm)
-    optimizer = torchmn.create_multi_node_optimizer(
-        torch.optim.SGD(model.parameters(), lr=0.02),
-        comm,
-        model,
-        schedule="parameter_server",
-    )
-    losses = train(comm, model, optimizer, steps=[0] * 12)
-    optimizer.flush()
-    assert losses[-1] < losses[0]
+    _trained(comm, 12, schedule="parameter_server")
 
 
 def chain(comm: Communicator) -> None:

@@ -173,7 +173,7 @@ def check_ends_together(comm: Communicator, make_trainer: MakeTrainer) -> None:
     )
     answers = []
     for index in range(comm.size + 2):
-        part = minibatch(index, 3) if index <= comm.rank else {}
+        part = minibatch(index + 10 * comm.rank, 3) if index <= comm.rank else {}
         answers.append(trainer.train_minibatch(part))
     found = comm.allgather_obj(answers)
     expected = [index < comm.size for index in range(comm.size + 2)]

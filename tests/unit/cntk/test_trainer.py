@@ -222,6 +222,60 @@ def test_writers_count_the_ends_of_blocks() -> None:
 # ---- models ----
 
 
+class Critic(nn.Module):
+    """The losses of a discriminator for real samples and for those of a generator."""
+
+    def __init__(self, generator: nn.Module, discriminator: nn.Module) -> None:
+        super().__init__()
+        self.generator, self.discriminator = generator, discriminator
+
+    def forward(self, real: Tensor, noise: Tensor) -> Tensor:
+        made = self.discriminator(self.generator(noise))
+        return nn.functional.softplus(-self.discriminator(real)) + nn.functional.softplus(made)
+
+
+class Deceiver(nn.Module):
+    """The loss of a generator."""
+
+    def __init__(self, generator: nn.Module, discriminator: nn.Module) -> None:
+        super().__init__()
+        self.generator, self.discriminator = generator, discriminator
+
+    def forward(self, noise: Tensor) -> Tensor:
+        return nn.functional.softplus(-self.discriminator(self.generator(noise)))
+
+
+def test_two_trainers_train_through_the_network_of_the_other() -> None:
+    """As CNTK's GAN: gradients of the other's parameters are neither exchanged nor kept."""
+
+    def rank(comm: Communicator) -> list[Tensor]:
+        networks = Network(3), Network(1)
+        generator = nn.Sequential(networks[0], nn.Linear(CLASSES, FEATURES, bias=False))
+        discriminator = nn.Sequential(networks[1], nn.Linear(CLASSES, 1, bias=False))
+        for top in (generator[1], discriminator[1]):
+            nn.init.constant_(top.weight, 0.3)
+        trainers = []
+        for kind, own in ((Critic, discriminator), (Deceiver, generator)):
+            learner = C.data_parallel_distributed_learner(
+                C.momentum_sgd(own.parameters(), PER_SAMPLE, TIME), comm=comm
+            )
+            model = kind(generator, discriminator)
+            trainers.append(C.Trainer(model, lambda losses: losses.squeeze(1), learner))
+        for whole in minibatches(SIZES):
+            part = part_of(whole, comm.rank, comm.size)["features"]
+            trainers[0].train_minibatch({"real": part, "noise": part.flip(1)})
+            assert all(p.grad is None for p in generator.parameters())
+            trainers[1].train_minibatch({"noise": part})
+            discriminator.zero_grad()
+            generator.zero_grad()
+        assert all(p.requires_grad for p in (*generator.parameters(), *discriminator.parameters()))
+        return [*values_of(generator), *values_of(discriminator)]
+
+    (one,) = run_ranks(rank, 1)
+    for many in run_ranks(rank, 3):
+        torch.testing.assert_close(many, one, atol=1e-6, rtol=1e-5)
+
+
 @pytest.mark.parametrize("blocks", [False, True])
 def test_grad_scaler(blocks: bool) -> None:
     """A step that overflows is left out by all ranks; the others are as without a scaler."""

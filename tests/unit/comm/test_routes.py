@@ -47,25 +47,6 @@ def test_large_sums_between_nodes_of_different_sizes(ranks_per_node) -> None:
         assert sums == [total, total + size, total + 2 * size]
 
 
-def test_the_size_of_buckets_follows_the_gradients_and_the_ranks() -> None:
-    """An eighth of them, but no message of less than 128 KiB, and no more than 4 MiB."""
-    sizes = [1 << 16, 2_500_000, 100 << 20]
-    for num_ranks, least in ((2, 1 << 18), (4, 1 << 19)):
-        routes = [
-            comm.route
-            for comm in run_ranks(
-                lambda comm: comm,
-                num_ranks,
-                name="two_dimensional",
-                topology=Topology.blocks([1] * num_ranks),
-            )
-        ]
-        for route in routes:
-            found = [route.bucket_bytes_for(nbytes) for nbytes in sizes]
-            assert found == [least, max(least, 2_500_000 // 8), 4 << 20]
-            assert route.bucket_bytes_for(0) == least
-
-
 @pytest.mark.parametrize("ranks_per_node", [[2, 2], [1, 1], [3]])
 def test_pure_nccl_encodes_between_hosts_only(ranks_per_node, monkeypatch) -> None:
     """On CPUs, over gloo: which ranks encode, and that all have the same sum."""

@@ -7,6 +7,7 @@ queued on the exchange's, the footer arrives a step later. Each missing wait cha
 from __future__ import annotations
 
 import copy
+import threading
 from contextlib import nullcontext
 
 import pytest
@@ -17,6 +18,8 @@ from torch._C._distributed_c10d import HashStore
 from tests.limits import limit
 from tests.unit.comm.fake_device import FakeDevice, FakeNccl, FakeStreams, Meeting
 from tests.unit.models import optimizer_of
+from torchmn.base import events
+from torchmn.base.events import Observer
 from torchmn.cluster import Topology
 from torchmn.comm import Communicator
 from torchmn.comm.object_codec import Trust
@@ -231,6 +234,39 @@ def test_a_missing_wait_changes_the_parameters(broken: type[FakeStreams]) -> Non
             return False
 
     assert not all(holds(order) for order in ("caller first", "exchange first"))
+
+
+class Waits(Observer):
+    """The phases in which the calling rank waits for an exchange."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        self.thread, self.device = threading.get_ident(), device
+        self.num_queued: list[int] = []
+
+    def phase(self, name: str, begins: bool) -> None:
+        if name == "exchange" and threading.get_ident() == self.thread:
+            num = len(self.device._queues["caller"])
+            self.num_queued.append(num if begins else num - self.num_queued.pop())
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_wait_of_a_stream_for_an_exchange_is_reported(name: str) -> None:
+    """The host waits for nothing; the waits that it queues are within the phase."""
+    found = []
+
+    def begin(optimizer, comm: Communicator, streams: FakeStreams, nccl: FakeNccl) -> None:
+        on_device(optimizer, comm, streams, nccl)
+        found.append(Waits(streams.device))
+        events.add(found[-1])
+
+    try:
+        trained(ArrivesLate, "caller first", begin=begin, **OPTIONS[name])
+    finally:
+        for observer in found:
+            events.remove(observer)
+    assert len(found) == SIZE
+    for observer in found:
+        assert sum(num > 0 for num in observer.num_queued) >= NUM_STEPS
 
 
 class RunsOut(nn.Module):

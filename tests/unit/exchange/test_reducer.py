@@ -101,28 +101,6 @@ def test_hooks_never_block() -> None:
     run_ranks(rank_main, 2, name="hierarchical")
 
 
-@pytest.mark.parametrize(("route", "num"), [("hierarchical", 4), ("flat", 1)])
-def test_few_gradients_are_cut_too_so_that_their_exchange_begins_in_backward(route, num) -> None:
-    """Those of a small model, or of adapters in a large one: less than a bucket of `Route`."""
-
-    def rank_main(comm):
-        model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)])
-        optimizer = create_multi_node_optimizer(sgd(model), comm, model)
-        buckets = optimizer.reducer.exchange.filling.buckets
-        under_way: list[bool] = []
-        model[0].weight.register_hook(
-            lambda _: under_way.extend(bucket.work is not None for bucket in buckets)
-        )
-        for step in range(2):
-            optimizer.zero_grad()
-            loss_of(model, torch.ones(2, 256) * (comm.rank + step)).backward()
-            optimizer.step()
-        assert len(buckets) == num
-        assert under_way[:num] == [True] * (num - 1) + [False]
-
-    run_ranks(rank_main, 2, name=route)
-
-
 def test_buckets_leave_in_one_order_whatever_the_order_of_gradients() -> None:
     """Rank 1 uses the layers in another order, and one bucket is full early."""
 

@@ -364,6 +364,29 @@ def test_on_a_gpu_a_step_is_written_when_the_stream_has_passed_it(lines: list[Li
     assert [len(step.buckets) for step in written] == [1, 1, 1]
 
 
+def test_on_a_gpu_autograds_thread_is_the_one_that_trains(lines: list[Line]) -> None:
+    """It calls the hooks of a pass, and then what ends the pass: there the exchange is awaited."""
+    stream = Stream()
+    recorder = StepRecorder(lines.append, stream.clock())
+
+    def exchange() -> None:
+        recorder.phase("exchange", True)
+        recorder.phase("exchange", False)
+
+    def autograd() -> None:
+        exchange()  # this thread has not been one of autograd's yet
+        backward(lambda: recorder.phase("backward", True))
+        exchange()
+
+    recorder.forward(4, is_training=True)
+    run_in_thread(autograd)
+    run_in_thread(exchange)  # of an engine
+    recorder.end_step(0)
+    stream.num_passed = stream.num_events
+    recorder.write_ended()
+    assert steps(lines)[0].phases["exchange"] == 1.0
+
+
 def test_on_a_gpu_the_times_of_a_codec_are_those_of_the_stream(lines: list[Line]) -> None:
     stream = Stream()
     recorder = StepRecorder(lines.append, stream.clock())

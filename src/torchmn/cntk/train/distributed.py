@@ -43,10 +43,10 @@ __all__ = [
 _of_process: list[Ranks] = []  # the communicator that all ranks of the job share, once it was made
 
 
-def default_communicator() -> Ranks:
+def default_communicator(route: RouteName | Literal["auto"] = "auto") -> Ranks:
     """The `torchmn.Communicator` of all ranks of this job, made at the first call. *Collective.*"""
     if not _of_process:
-        _of_process.append(create_communicator())
+        _of_process.append(create_communicator(route))
     return _of_process[0]
 
 
@@ -124,13 +124,13 @@ def mpi_communicator(route: RouteName | Literal["auto"] = "auto") -> Communicato
     >>> communicator.rank(), communicator.is_main()
     (0, True)
     """
-    if not _of_process:
-        _of_process.append(create_communicator(route))
-    elif route not in ("auto", _of_process[0].name):
+    was_made = bool(_of_process)
+    comm = default_communicator(route)
+    if was_made and route not in ("auto", comm.name):
         raise UsageError(
-            f"{_of_process[0].rank_label}: mpi_communicator({route!r}) was called when the "
-            f"communicator had been made with the route {_of_process[0].name!r}. Call it before "
-            "Communicator.rank() and before the first Trainer."
+            f"{comm.rank_label}: mpi_communicator({route!r}) was called when the communicator had "
+            f"been made with the route {comm.name!r}. Call it before Communicator.rank() and "
+            "before the first Trainer."
         )
     return Communicator()
 

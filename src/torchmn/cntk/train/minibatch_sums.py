@@ -31,24 +31,19 @@ def start_sum(own: MinibatchSums, comm: Communicator | None) -> Callable[[], Min
     values = [own.loss, own.metric or 0.0, own.num_samples, own.is_sweep_end]
     where = next((v.device for v in values if isinstance(v, Tensor)), torch.device("cpu"))
     row = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=where) for v in values])
-    is_there: torch.cuda.Event | None = None
-    if row.is_cuda:  # the engine's thread waits for the forward pass, and this one continues
-        row = torch.empty(4, dtype=row.dtype, device="cpu", pin_memory=True).copy_(
-            row, non_blocking=True
-        )
-        is_there = torch.cuda.Event()
-        is_there.record()
 
-    def add() -> None:
-        if is_there is not None:
-            is_there.synchronize()
-        comm.world.all_reduce_(row)
+    def add() -> Tensor:
+        if row.is_cuda:  # the engine's thread waits for the forward pass, and this one continues
+            comm.world.await_stream(row.device)
+        there = row.cpu()
+        comm.world.all_reduce_(there)
+        return there
 
+    # In the engine's queue, before the buckets of backward: all ranks run both in this order.
     work = comm.engine.submit(add)
 
     def wait() -> MinibatchSums:
-        work.wait()
-        loss, metric, num_samples, sweep_end = row.tolist()
+        loss, metric, num_samples, sweep_end = work.wait().tolist()
         return MinibatchSums(
             loss, None if own.metric is None else metric, round(num_samples), sweep_end > 0
         )

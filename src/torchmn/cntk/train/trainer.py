@@ -13,7 +13,8 @@ blocks end on all ranks at the same minibatch, where the samples of all have fil
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -149,6 +150,15 @@ class Trainer:
                 "train_minibatch(outputs=...) is not supported: a model of torch has no variables "
                 "by name. Let a module keep its output, or give it a forward hook."
             )
+        with self._frozen_others():
+            return self._train(arguments, device, is_sweep_end)
+
+    def _train(
+        self,
+        arguments: Mapping[str, Argument],
+        device: torch.device | str | None,
+        is_sweep_end: bool | None,
+    ) -> bool:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         loss, own = self._evaluate(arguments, device, self._criterion)
@@ -180,6 +190,7 @@ class Trainer:
                 share = total.num_samples / shared.communicator.size
                 shared.reducer.contribution.mean_samples = share
             if loss is None:
+                # There was no backward pass, whose hooks begin the exchange: the others wait in it.
                 shared.reducer.exchange_now()
         is_scaled = False
         for optimizer in self.optimizers:
@@ -196,6 +207,26 @@ class Trainer:
             writer.update_training(total.num_samples, total.loss, total.metric)
         self._report_synchronization(num_synchronized)
         return True
+
+    @contextmanager
+    def _frozen_others(self) -> Iterator[None]:
+        """Without gradients of parameters that no learner of this trainer has, as in CNTK.
+
+        They may belong to another trainer, as the discriminator that a generator is trained
+        through: its optimizer would take their gradients for its own and exchange them.
+        """
+        own = {
+            p for each in self.optimizers for group in each.param_groups for p in group["params"]
+        }
+        parameters = (p for model in self._models for p in model.parameters())
+        others = [p for p in parameters if p.requires_grad and p not in own]
+        for parameter in others:
+            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for parameter in others:
+                parameter.requires_grad_()
 
     def _step(self, optimizer: Optimizer, num_samples: int) -> bool:
         """Step one optimizer; return whether the GradScaler took part."""

@@ -165,6 +165,7 @@ class StripeCodec(Codec):
 
     def split(self, layout: Layout, num_stripes: int) -> tuple[Layout, ...]:
         """Split a bucket at block boundaries into stripes of about the same number of bytes."""
+        # Small parameters are sent unencoded, so that one of their elements costs more bytes.
         return layout.split(num_stripes, self.block_length, small_cost=max(1.0, 32 / self.bits))
 
     def encode_with_feedback(
@@ -175,6 +176,7 @@ class StripeCodec(Codec):
         If v is not finite, ``lost.now`` becomes ``lost.before``. Called by `ErrorFeedback`. This
         implementation makes four passes over memory; override it if fewer are possible.
         """
+        # The sum is made in the memory of the new residual, where the stripe begins at element 0.
         local = stripe.moved(-stripe.begin, stripe.wide_dtype)
         torch.add(lost.before, span_of(values, stripe), out=lost.now)
         self.encode_stripe(lost.now, local, out, side)
@@ -203,6 +205,7 @@ def anonymous_layout(numel: int, dtype: torch.dtype) -> Layout:
 def keep_finite_(lost: Lost) -> None:
     """Keep the old residual where the new one is not finite. Does not wait for a GPU."""
     is_finite = torch.isfinite(lost.now)
+    # On a CPU the host can look, which costs less than a copy that is hardly ever needed.
     if lost.now.device.type != "cpu" or not is_finite.all():
         torch.where(is_finite, lost.now, lost.before, out=lost.now)
 

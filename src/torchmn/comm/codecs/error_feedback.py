@@ -29,7 +29,7 @@ from torch import Tensor
 from torchmn.base.errors import UnsupportedError, UsageError
 from torchmn.comm.codecs.base import IsValid, Lost, Side, StripeCodec, span_of
 from torchmn.comm.codecs.layout import Layout
-from torchmn.comm.codecs.residuals import ResidualBlock, Residuals
+from torchmn.comm.codecs.residuals import Residuals
 
 
 class ErrorFeedback(StripeCodec):
@@ -59,6 +59,7 @@ class ErrorFeedback(StripeCodec):
         self.name = f"{codec.name}+residual"
         self.block_length = codec.block_length
         self.bits = codec.bits
+        # One record: the codec inside finds the values, and the exchange asks this object for them.
         self.nonfinite = codec.nonfinite
         self._residuals = Residuals()
 
@@ -74,7 +75,9 @@ class ErrorFeedback(StripeCodec):
         self, values: Tensor, stripe: Layout, out: Tensor, side: Side = "worker"
     ) -> None:
         """See `StripeCodec.encode_stripe`. A worker encodes only stripes of other owners."""
-        block = self._block(side, stripe, values.device, is_owner=side == "owner")
+        self._raise_without_names(stripe)
+        is_owner = side == "owner"
+        block = self._residuals.block(side, stripe, values.device, is_owner=is_owner)
         lost = Lost(block.current, block.pending)
         self.codec.encode_with_feedback(values, lost, stripe, out, side)
         block.is_written = True
@@ -107,12 +110,6 @@ class ErrorFeedback(StripeCodec):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._residuals.load_state_dict(state.get("residuals", []))
         self.codec.load_state_dict(state.get("codec", {}))
-
-    def _block(
-        self, side: Side, stripe: Layout, device: torch.device, *, is_owner: bool = True
-    ) -> ResidualBlock:
-        self._raise_without_names(stripe)
-        return self._residuals.block(side, stripe, device, is_owner=is_owner)
 
     def _raise_without_names(self, stripe: Layout) -> None:
         if any(not segment.name for segment in stripe.segments):

@@ -71,6 +71,8 @@ class Segment:
         """
         if position >= self.numel:  # also where the nearest multiple of a block is 0
             return self.numel
+        # Counted from the start of the parameter, not of this segment: where a bucket or an earlier
+        # stripe cuts the parameter must not move its blocks.
         step = self.numel if self.is_small else block_length
         offset = 0 if self.is_small else self.offset
         boundary = round((offset + position) / step) * step - offset if step else 0

@@ -184,6 +184,8 @@ class Residuals:
             if first >= last:
                 left.append(piece)
                 continue
+            # Added, not written: a worker may have lost a part of the same elements as an earlier
+            # owner.
             part = values[first - start : last - start].to(into)
             if piece.scale != self.scale:
                 part = part * (self.scale / piece.scale)
@@ -253,6 +255,7 @@ def reshard(states: Sequence[State], num_workers: int) -> State:
     for entry in entries:
         end = entry["offset"] + len(entry["values"])
         lengths[entry["name"]] = max(end, lengths.get(entry["name"], 0))
+    # In float64, so that the shares of all new workers add up to what was lost.
     totals = {n: torch.zeros(k, dtype=torch.float64, device="cpu") for n, k in lengths.items()}
     for entry in entries:
         first, values = entry["offset"], entry["values"]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchmn.base import events
 from torchmn.cluster import Topology
-from torchmn.cluster.units import KiB, MiB
+from torchmn.cluster.units import MiB
 from torchmn.comm.allreduce import (
     AllReduceAlgorithm,
     NativeAllReduce,
@@ -23,9 +23,6 @@ from torchmn.comm.engine import Work
 from torchmn.comm.group import Group, Groups
 
 Granularity = Literal["parameter", "everything", "bucket"]
-
-_MIN_BUCKETS = 8
-_MIN_STRIPE_BYTES = 128 * KiB  # 10 ms at 100 Mb/s, while the messages of a sum cost some 0.3 ms
 
 
 class Route:
@@ -44,7 +41,6 @@ class Route:
     granularity: ClassVar[Granularity] = "bucket"
     """The unit of a sum: each parameter, all of them, or a bucket while backward is running."""
     bucket_bytes: int = 4 * MiB
-    """The least size of a bucket, if there are gradients for many; see `bucket_bytes_for`."""
     shards_parameters: ClassVar[bool] = False
     """Whether messages between nodes may contain only a part of a parameter."""
     plain_sum: ClassVar[AllReduceAlgorithm] = NativeAllReduce()
@@ -108,18 +104,6 @@ class Route:
         """
         return self.groups.new_buffer(numel, dtype, device)
 
-    def bucket_bytes_for(self, nbytes: int) -> int:
-        """The least size of a bucket where all gradients have ``nbytes``. Local.
-
-        No computation hides the sum of the last bucket. So the gradients of a small model, or of
-        adapters in a large one, are cut into several buckets as well. Not on a GPU, where each sum
-        costs the host some launches, whatever its size.
-        """
-        if not self.overlaps_backward or self.device.type == "cuda":
-            return self.bucket_bytes
-        least = max(nbytes // _MIN_BUCKETS, _MIN_STRIPE_BYTES * self.size)
-        return min(self.bucket_bytes, least)
-
     def allreduce_algorithm(self, codec: Codec | None) -> AllReduceAlgorithm:
         """The algorithm of this route for a codec, or for None. Local, but for `PureNcclRoute`.
 
@@ -177,6 +161,8 @@ class Route:
             observer.exchange(self.groups, whole, bucket, "queued")
 
         def job() -> None:
+            # The collectives of the route do not know the bucket: the recorder labels them until
+            # the job ends. It runs alone, so no other collective gets the label.
             self._flight_recorder.set_label(bucket, step)
             for observer in events.observers:
                 observer.exchange(self.groups, whole, bucket, "started")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from torchmn.comm.allreduce import AllReduceAlgorithm, ReduceBlock, ReduceScatterAllGather
 from torchmn.comm.codecs.base import IsValid
 from torchmn.comm.group import Group
@@ -58,6 +55,7 @@ class HierarchicalRoute(BetweenNodes):
     def _sum_(self, block: ReduceBlock, algorithm: AllReduceAlgorithm) -> None:
         if self._node.size > 1:
             self._node.reduce_(block.buffer, 0)
+        # Only the leader's buffer is defined now: it alone takes part in what crosses the network.
         if self._leaders is not None:
             self._sum_over_leaders_(self._leaders, block, algorithm)
         if self._node.size > 1:
@@ -83,7 +81,6 @@ class NonCudaAwareRoute(HierarchicalRoute):
     """
 
     name = "non_cuda_aware"
-    _host: Tensor | None = None
 
     def only_queues(self, block: ReduceBlock, algorithm: AllReduceAlgorithm) -> bool:
         """See `Route.only_queues`. False: the sum waits for the GPU."""
@@ -96,13 +93,12 @@ class NonCudaAwareRoute(HierarchicalRoute):
         if not buffer.is_cuda:
             super()._sum_over_leaders_(leaders, block, algorithm)
             return
-        if self._host is None or self._host.numel() < buffer.nbytes:
-            self._host = torch.empty(
-                buffer.nbytes, dtype=torch.uint8, pin_memory=True, device="cpu"
-            )
-        host = self._host[: buffer.nbytes].view(buffer.dtype)
+        streams = self._engine.streams
+        host = streams.pinned(buffer.numel(), buffer.dtype)
         host.copy_(buffer, non_blocking=True)
         leaders.await_stream(buffer.device)
         super()._sum_over_leaders_(leaders, block.with_buffer(host), algorithm)
         buffer.copy_(host, non_blocking=True)
-        leaders.await_stream(buffer.device)  # the next sum overwrites the pinned buffer
+        event = streams.record()
+        if event is not None:
+            streams.give_back(host, event)

@@ -53,5 +53,6 @@ class SingleNodeRoute(Route):
         return "" if self.inter_node_group is None else super().codec_scope
 
     def _sum_(self, block: ReduceBlock, algorithm: AllReduceAlgorithm) -> None:
+        # Without shared memory, as in containers that have none, messages go through sockets.
         is_shared = self._node.transport.is_shared_memory
         (self.plain_sum if is_shared else algorithm).sum_(self._node, block)

@@ -30,6 +30,7 @@ class TwoDimensionalRoute(BetweenNodes):
 
     def _connect(self) -> None:
         super()._connect()
+        # The ranks of a column are those that have the same stripe after the reduce-scatter.
         columns = list(zip(*self.topology.nodes, strict=True))
         self._column = self.groups.own_part("column", columns)
 

@@ -152,6 +152,7 @@ class Scratch:
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """An uninitialised tensor of ``numel`` elements, valid until the next call."""
+        # Bytes serve every dtype; the largest bucket comes in each step, so nothing is given back.
         nbytes = numel * dtype.itemsize
         buffer = self._buffers.get(device)
         if buffer is None or buffer.numel() < nbytes:
@@ -310,6 +311,8 @@ class Transport(ABC):
         """Block until all of ``ranks`` have called it (dissemination barrier, log2 W rounds)."""
         token, received = torch.zeros(2, 1, dtype=torch.uint8, device="cpu")
         index, distance, size = ranks.index(self.rank), 1, len(ranks)
+        # After the round of a distance a rank knows of twice as many that they have arrived, from
+        # those that it has heard from.
         while distance < size:
             target, source = ranks[(index + distance) % size], ranks[(index - distance) % size]
             self.exchange([(target, token)], [(source, received)], limit)
@@ -319,6 +322,8 @@ class Transport(ABC):
         """Copy the root's buffer to all ranks: a tree if small, else scatter and all-gather."""
         if self.size == 1 or buffer.numel() == 0:
             return
+        # Down a tree the whole buffer would pass log2 W links one after another. As stripes it
+        # leaves the root once, and then all links carry it at the same time.
         if self.size > 2 and buffer.nbytes > _SMALL_BYTES:
             pieces = self.stripes(buffer)
             if self.rank == root:
@@ -328,6 +333,7 @@ class Transport(ABC):
                 self.exchange([], [(root, pieces[self.rank])], limit)
             self.all_gather_stripes_(buffer, limit)
             return
+        # Ranks are counted from the root, so that one tree serves every root.
         virtual = (self.rank - root) % self.size
         reach = 1
         while reach < self.size:

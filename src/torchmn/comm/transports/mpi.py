@@ -110,6 +110,7 @@ class MpiTransport(Transport):
             )
             return
         self._count_bytes(sends, recvs)
+        # By address: mpi4py does not know torch's tensors, and their dtypes do not matter here.
         comm, memory, byte = self._comm, self._mpi.buffer.fromaddress, self._mpi.BYTE
         requests = []
         with _TURN:

@@ -146,20 +146,14 @@ class SharedMemoryTransport(WrappingTransport):
         if buffer.is_cuda or is_better_inside:
             self.inner.all_reduce_(buffer, op, limit)
             return
-        self._count_bytes([(self.rank, buffer)], [(self.rank, buffer)])
         if buffer.nbytes <= _SMALL_BYTES:
             self._all_reduce_small_(buffer, op, limit)
-        elif all_ranks := self._residents.get(buffer.data_ptr()):
-            self._fold_resident(all_ranks, buffer, range(self.size), op, limit)
         else:
-            for chunk in self._chunks(buffer):
-                pieces, slots = self._fold_chunk(chunk, op, limit)
-                self._wait(FOLDED, limit)
-                for peer in self._others:
-                    pieces[peer].copy_(slots[peer][peer])
+            self._reduce_to_(buffer, range(self.size), op, limit)
 
     def _all_reduce_small_(self, buffer: Tensor, op: ReduceOp, limit: TimeLimit) -> None:
         """Every rank reduces the whole buffer, in rank order: one wait instead of two."""
+        self._count_bytes([(self.rank, buffer)], [(self.rank, buffer)])
         slots = [slot[: buffer.nbytes].view(buffer.dtype) for slot in self._open()]
         slots[self.rank].copy_(buffer)
         self._reach(ARRIVED, limit)
@@ -169,17 +163,25 @@ class SharedMemoryTransport(WrappingTransport):
         if buffer.is_cuda:
             self.inner.reduce_(buffer, root, limit)
             return
-        self._count_bytes([(self.rank, buffer)], [(self.rank, buffer)] if self.rank == root else [])
+        self._reduce_to_(buffer, (root,), "sum", limit)
+
+    def _reduce_to_(
+        self, buffer: Tensor, receivers: Sequence[int], op: ReduceOp, limit: TimeLimit
+    ) -> None:
+        """Reduce over all ranks into the buffers of ``receivers``; others become undefined."""
+        is_receiver = self.rank in receivers
+        own = [(self.rank, buffer)]
+        self._count_bytes(own, own if is_receiver else [])
         if all_ranks := self._residents.get(buffer.data_ptr()):
-            self._fold_resident(all_ranks, buffer, (root,), "sum", limit)
-        else:
-            for chunk in self._chunks(buffer):
-                pieces, slots = self._fold_chunk(chunk, "sum", limit)
-                # Other ranks go on: what the root still reads is overwritten two rounds later only.
-                if self.rank == root:
-                    self._wait(FOLDED, limit)
-                    for peer in self._others:
-                        pieces[peer].copy_(slots[peer][peer])
+            self._fold_resident(all_ranks, buffer, receivers, op, limit)
+            return
+        for chunk in self._chunks(buffer):
+            pieces, slots = self._fold_chunk(chunk, op, limit)
+            # Others go on: what a receiver still reads is overwritten two rounds later only.
+            if is_receiver:
+                self._wait(FOLDED, limit)
+                for peer in self._others:
+                    pieces[peer].copy_(slots[peer][peer])
 
     def broadcast_(self, buffer: Tensor, root: int, limit: TimeLimit) -> None:
         if buffer.is_cuda:
@@ -376,6 +378,7 @@ class NodeCounters:
 
     def wait(self, counter: int, value: int, limit: TimeLimit) -> None:
         """Wait until the counters of all ranks have reached ``value``. Raises TimeLimitError."""
+        # One after another: the wait ends when the last has arrived, whichever is looked at first.
         for peer in self._peers:
             has_arrived = partial(self._has_arrived, _index(peer, counter), value)
             if not poll_until(has_arrived, limit, _POLLS_BEFORE_YIELD):

@@ -65,10 +65,13 @@ class SharedMemorySegment:
                 f"Memory shared between processes for {context.what} needs Linux and this is "
                 f"{sys.platform}. {context.cure}"
             )
+        # O_CLOEXEC: or programs that the script starts would keep the memory after the ranks' end.
         try:
             memory = cls(os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600))
         except OSError as error:
             raise memory_error_from(error, size, directory, context) from error
+        # The file takes no memory before it is written to. That it does not fit would show only
+        # then, and by a signal that ends the process.
         facts = os.statvfs(directory)
         if facts.f_bavail * facts.f_frsize < size:
             raise memory_error_from(OSError(errno.ENOSPC, ""), size, directory, context)
@@ -85,6 +88,7 @@ class SharedMemorySegment:
             memory = cls(os.open(path, os.O_RDWR | os.O_CLOEXEC))
         except OSError as error:
             raise SharedMemoryError(_unreachable(path, str(error))) from error
+        # The other process may have closed it, and the kernel gives its number to the next file.
         if memory.address(address.pid, address.number) != address:
             raise SharedMemoryError(_unreachable(path, "another file is open there"))
         return memory

@@ -90,6 +90,8 @@ class WeightAgreement:
         self._comm = comm
         self._then = then
         self._scale = scale
+        # float64: the samples of many ranks are added without rounding. On the CPU, as the host
+        # needs the result, and the message is too short for a GPU to matter.
         self._row = torch.tensor([weight, float(is_active)], dtype=torch.float64, device="cpu")
         self._work = comm.engine.submit(self._sum)
 

@@ -32,6 +32,7 @@ from typing import get_args
 from torchmn.base.errors import UsageError, raise_if_unknown
 from torchmn.base.names import ROUTE_TRAITS, SCHEDULE_TRAITS, Model
 from torchmn.cluster.units import MiB
+from torchmn.comm.codecs.codec_timing import CodecSpeed
 from torchmn.comm.link_speed import LinkSpeed as LinkSpeed  # a part of `Cluster`
 
 SCHEDULES: tuple[Model, ...] = get_args(Model)
@@ -61,13 +62,10 @@ class StepFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CodecFacts:
-    """A codec on this machine: bits, and seconds to encode and to decode, for one element."""
+class CodecFacts(CodecSpeed):
+    """The speed of a codec on this machine, by its name."""
 
     name: str
-    bits: float = 32.0
-    encode_s: float = 0.0
-    decode_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -159,6 +159,7 @@ def create_multi_node_optimizer(
             f"{comm.rank_label}: the optimizer is a multi-node optimizer already. Pass the one "
             "inside it (optimizer.inner)."
         )
+    # Refused before the optimizer is made, which puts hooks into the model and compares the ranks.
     models = modules_of(model, comm)
     if any(isinstance(each, DistributedDataParallel) for each in models):
         raise UnsupportedError(

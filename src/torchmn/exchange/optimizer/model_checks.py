@@ -92,6 +92,7 @@ def compare_random_numbers(comm: Communicator, models: Sequence[nn.Module]) -> N
     position = comm.rank
     if is_drawn and shared is None:
         position = rank_seeds.position(torch.cuda.get_rng_state(comm.device) if is_cuda else None)
+    # Gathered on all ranks, also where the model has no dropout: the call is collective.
     own = rank_seeds.process_id(), position
     gathered = comm.allgather_obj((own, shared if comm.rank == 0 else None))
     rank_seeds.follow(gathered[0][1])

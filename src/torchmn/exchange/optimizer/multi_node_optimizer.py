@@ -464,6 +464,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         Other optimizers that have exchanged them give them up.
         """
         ours = self._in_groups.find()
+        # By the hooks on the parameters: nothing else knows who exchanges them.
         for reducer in owners_of(ours):
             older = reducer.owner if isinstance(reducer, GradientReducer) else None
             if not isinstance(older, MultiNodeOptimizer) or older is self:

@@ -88,7 +88,7 @@ class RecordedSteps:
 
     def _note_settings(self) -> None:
         reducer, schedule = self._reducer, self._schedule
-        exchange = reducer.exchange
+        exchange, route = reducer.exchange, reducer.comm.route
         plan = schedule.name, reducer.codec, exchange.bucket_bytes
         if self._noted == plan:
             return
@@ -98,7 +98,7 @@ class RecordedSteps:
         values = {
             "schedule": schedule.name,
             "codec": "float32" if reducer.codec is None else reducer.codec.name,
-            "bucket_bytes": str(exchange.least_nbytes),
+            "bucket_bytes": str(exchange.bucket_bytes or route.bucket_bytes),
             "num_buckets": str(len(filling.buckets)),
             "optimizer": type(self._inner).__name__,
             "model": ", ".join(type(model).__name__ for model in self._models),

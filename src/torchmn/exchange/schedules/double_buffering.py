@@ -153,6 +153,8 @@ class DoubleBuffering(Schedule):
         own = exchange.take_own_gradients()
         context = exchange.filled.context
         self._own = own if context.weight else {}
+        # Started before the older means are waited for, which may still be under way: the next sums
+        # follow them without a pause, in the same order on all ranks.
         before, self._pending = self._pending, exchange.start()
         self._has_mean = before is not None
         if before is None:

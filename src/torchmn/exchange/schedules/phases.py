@@ -235,6 +235,7 @@ class Phases(Schedule):
         elif phase.exact or self._codec is None:
             self._reducer.reconfigure(self._comm, None)
         else:
+            # Without residuals, which are those of an earlier phase and out of date by now.
             self._reducer.reconfigure(self._comm, self._codec.new_instance())
 
     # ---- state ----

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from torchmn.cluster.units import KiB, grouped
+from torchmn.cluster.units import KiB
 from torchmn.observe.report.finding import (
     CURES,
     MAX_FINDINGS,
@@ -178,14 +178,12 @@ def _slow_steps(summary: Summary) -> Iterator[Finding]:
         excess[:, :, PHASES.index(phase)] = 0.0
     by_phase = excess.clip(0).max(1).sum(0)
     phase = PHASES[int(by_phase.argmax())]
-    lateness = excess[:, :, int(by_phase.argmax())]
-    last = grouped((late, row) for row, late in enumerate(lateness.argmax(1).tolist()))
-    index, steps = max(last.items(), key=lambda item: len(item[1]))
-    is_one_rank = (
-        len(summary.ranks) > 1
-        and len(steps) > 0.8 * slow.sum()
-        and np.median(lateness[steps].max(1)) > 2 * np.median(np.median(lateness[steps], axis=1))
-    )
+    # Not the count of steps: while a rank does something after one, the others wait in the next.
+    late_s = excess[:, :, int(by_phase.argmax())].clip(0)
+    by_rank = late_s.sum(0)
+    index = int(by_rank.argmax())
+    middle = np.sort(by_rank)[(len(by_rank) - 1) // 2]  # of two ranks the one with less
+    is_one_rank = len(by_rank) > 1 and by_rank[index] > max(0.8 * late_s.max(1).sum(), 2 * middle)
     rank = summary.ranks[index].start
     who = f"mostly rank {rank.rank} (host {rank.host})" if is_one_rank else "on several ranks"
     numbers = summary.step[summary.num_warmup :][slow]

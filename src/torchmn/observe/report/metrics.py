@@ -52,6 +52,7 @@ class _Registry:
             labels = list(samples[0][0]) if samples else []
             family = kinds[kind](f"torchmn_{name}", what, labels=labels)
             for values, value in samples:
+                # prometheus_client encodes them as UTF-8, which names of hosts need not be.
                 texts = [each.encode(errors="replace").decode() for each in values.values()]
                 family.add_metric(texts, value)
             yield family

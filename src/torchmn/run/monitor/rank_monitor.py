@@ -88,26 +88,21 @@ class RankMonitor:
 
     def run(self) -> None:
         """Monitor the script until it has exited and the server knows how."""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._server, selectors.EVENT_READ)
-            selector.register(self._link, selectors.EVENT_READ)
-            descriptor = _register_exit(selector, self._order.pid)
-            while True:
+        script_end = _exit_descriptor(self._order.pid)
+        while is_running(self._order.pid):
+            with selectors.DefaultSelector() as selector:
+                ends = (each for each in (self._server, self._link) if each.is_open)
+                for end in (*ends, *script_end):
+                    selector.register(end, selectors.EVENT_READ)
                 # A period as well: without pidfd the end of the script wakes nobody.
                 selector.select(_PERIOD_S)
-                self._receive()
-                if not self._server.is_open:
-                    _unregister(selector, self._server)
-                self._link.forward_messages()
-                if not self._link.is_open:
-                    _unregister(selector, self._link)
-                self._link.reply_if_overdue()
-                if not is_running(self._order.pid):
-                    break
-                if self._kill_at is not None and time.monotonic() >= self._kill_at:
-                    send(self._order.pid, signal.SIGKILL)
-            if descriptor is not None:
-                os.close(descriptor)
+            self._receive()
+            self._link.forward_messages()
+            self._link.reply_if_overdue()
+            if self._kill_at is not None and time.monotonic() >= self._kill_at:
+                send(self._order.pid, signal.SIGKILL)
+        for descriptor in script_end:
+            os.close(descriptor)
         self._report_exit()
 
     def _forward(self, message: Message) -> None:
@@ -180,19 +175,11 @@ class RankMonitor:
         return -signal.SIGKILL, _UNKNOWN_END
 
 
-def _register_exit(selector: selectors.BaseSelector, pid: int) -> int | None:
-    """Wake the selector when the process exits, if the system can; return the descriptor."""
-    if hasattr(os, "pidfd_open"):
-        with suppress(OSError):
-            descriptor = os.pidfd_open(pid)
-            selector.register(descriptor, selectors.EVENT_READ)
-            return descriptor
-    return None
-
-
-def _unregister(selector: selectors.BaseSelector, channel: Channel | ScriptLink) -> None:
-    with suppress(KeyError, ValueError):
-        selector.unregister(channel)
+def _exit_descriptor(pid: int) -> list[int]:
+    """Return the descriptor that is readable when a process has exited, if the system has one."""
+    with suppress(AttributeError, OSError):
+        return [os.pidfd_open(pid)]
+    return []
 
 
 def main() -> int:

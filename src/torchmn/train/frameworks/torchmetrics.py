@@ -21,7 +21,7 @@ def torchmetrics_options(comm: Communicator) -> dict[str, Any]:
 
     >>> from torchmn.train.frameworks import torchmetrics_options
     >>> sorted(torchmetrics_options(comm))  # Accuracy("binary", **torchmetrics_options(comm))
-    ['dist_sync_fn', 'distributed_available_fn']
+    ['compute_with_cache', 'dist_sync_fn', 'distributed_available_fn']
     """
 
     def gather(state: Tensor, group: object = None) -> list[Tensor]:
@@ -35,4 +35,9 @@ def torchmetrics_options(comm: Communicator) -> dict[str, Any]:
         # A rank that has seen nothing sends an empty tensor of torchmetrics' own dtype.
         return [part for part in gathered if part.numel()] or gathered
 
-    return {"dist_sync_fn": gather, "distributed_available_fn": lambda: comm.size > 1}
+    return {
+        "dist_sync_fn": gather,
+        "distributed_available_fn": lambda: comm.size > 1,
+        # A rank without new samples would return its cached value, for which the others wait.
+        "compute_with_cache": False,
+    }

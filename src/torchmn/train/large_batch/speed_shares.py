@@ -16,20 +16,18 @@ only where the slowest rank is expected to gain `MIN_GAIN`, and by at most a qua
 from __future__ import annotations
 
 import statistics
-import threading
 import weakref
 from collections.abc import Sequence
 
 from torchmn.base import events
 from torchmn.base.errors import UsageError
 from torchmn.base.events import Observer
-from torchmn.base.torch_private import current_graph_task_id
 from torchmn.comm import Communicator
 from torchmn.comm.collectives import allgather_for
 from torchmn.comm.training_start import training_steps
 from torchmn.data.batch_shares import BatchShares, in_proportion
 from torchmn.data.global_sampler import GlobalSampler
-from torchmn.record.timeline import Mark, StepClock, clock_of
+from torchmn.record.timeline import Mark, StepClock, TrainingThread, clock_of
 
 PERIOD = 10
 MIN_GAIN = 0.05
@@ -156,7 +154,7 @@ class _OwnTime(Observer):
 
     def __init__(self, clock: StepClock) -> None:
         self._clock = clock
-        self._thread = threading.get_ident()
+        self._thread = TrainingThread(clock)
         self._depth = 0
         self._begin: Mark = None
         self._waits: list[tuple[Mark, Mark]] = []
@@ -166,7 +164,7 @@ class _OwnTime(Observer):
 
     def phase(self, name: str, begins: bool) -> None:
         """See `Observer.phase`. Waiting for other ranks is the phase ``exchange``."""
-        if name != "exchange" or not self._is_own():
+        if name != "exchange" or not self._thread.is_current():
             return
         self._depth += 1 if begins else -1
         if begins and self._depth == 1:
@@ -175,15 +173,9 @@ class _OwnTime(Observer):
             self._waits.append((self._wait_begin, self._clock.mark()))
         self._depth = max(0, self._depth)
 
-    def _is_own(self) -> bool:
-        # Autograd calls the hooks of CUDA tensors on threads of its own.
-        return threading.get_ident() == self._thread or (
-            not self._clock.is_host and current_graph_task_id() != -1
-        )
-
     def end_step(self) -> None:
         """End the step that runs, and begin the next one."""
-        self._thread = threading.get_ident()
+        self._thread.move()
         now = self._clock.mark()
         if self.counts and self._begin is not None:
             self._steps.append((self._begin, now, self._waits))

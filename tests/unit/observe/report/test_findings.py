@@ -126,6 +126,24 @@ def test_what_limits_all_ranks_comes_first(
     assert first.cure
 
 
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("changes", "ranks"),
+    [
+        ({"slow_steps": dict.fromkeys((15, 30, 45), (1, "other", 0.5))}, (1,)),
+        ({"extra": {"other": (12, 0.4)}}, ()),
+    ],
+)
+def test_whose_steps_are_slow(
+    tmp_path: Path, num_ranks: int, changes: dict[str, Any], ranks: tuple[int, ...]
+) -> None:
+    """Of one rank that the others wait for, or of all."""
+    found = findings_of(ImitatedRun(num_ranks=num_ranks, **changes), tmp_path)
+    (slow,) = (each for each in found if each.kind == "slow steps")
+    assert slow.ranks == ranks
+    assert ("mostly rank 1 (host host1)" in slow.evidence) == bool(ranks)
+
+
 @pytest.mark.parametrize(
     ("others_cpu_s", "bandwidth", "taken_s"),
     [

@@ -462,6 +462,7 @@ class LocalUpdateSchedule(Schedule):
             return
         sums = fragment.sums
         sums.drain()
+        # Before the outer step: the anchors are the last values that are the same on all ranks.
         if self._exchange.record_nonfinite(sums) is not None:
             self._discard_block(fragment)
             return

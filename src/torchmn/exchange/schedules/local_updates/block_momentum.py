@@ -110,6 +110,7 @@ class BlockMomentum(LocalUpdateSchedule):
 
     def outer_step(self, pseudo_gradients: Sequence[PseudoGradient], num_samples: float) -> None:
         momentum = self.block_momentum(num_samples)
+        # The sum over workers, not the mean: see the differences above.
         gain = (1 - momentum) * self.block_learning_rate * self._num_workers
         for each in pseudo_gradients:
             if each.name not in self._smoothed:

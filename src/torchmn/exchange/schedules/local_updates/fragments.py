@@ -259,6 +259,7 @@ def new_codecs(
     """
     if codec is None:
         return [None] * len(parts)
+    # By names, as a parameter may have moved to another fragment: one was unfrozen, for instance.
     merged = _merged([fragment.codec.state_dict() for fragment in before if fragment.codec])
     codecs: list[Codec | None] = []
     for part in parts:
@@ -410,6 +411,7 @@ class FragmentSchedule:
     def count(self, num_samples: float) -> None:
         """Add samples that this worker has processed."""
         self._samples += num_samples
+        # In a loop: one batch may fill the blocks of several fragments.
         position = (self._next + self._num_due) % self.num_fragments
         while self._samples * self.num_fragments >= self.share * (position + 1):
             self._num_due += 1

@@ -43,6 +43,7 @@ class IntraNodeAverage(EveryStep):
         self.has_left = True
         missed = self.comm.allgather_obj(self.num_missed_steps)
         if any(missed):
+            # There is one: the node went on as long as a rank was in its loop.
             source = missed.index(0)
             copy_state_from_rank(self.comm, list(parameters), self._inner, source)
         self.num_missed_steps, self.num_active = 0, self.comm.size

@@ -243,6 +243,7 @@ class ServerClient:
         results of all servers into ``answers``.
         """
         messages, outgoing, memory = self._messages, self._outgoing, self._memory
+        # The rank may be the only server, whom it calls without a message.
         if not outgoing:
             return
         is_push, is_pull = kind == "push", kind in _WITH_PARAMETERS

@@ -176,6 +176,8 @@ class ParameterServer(Schedule):
                 ly.dtype: ly for m in self._memory.values() for ly in m.layouts
             }.values():
                 self._codec.warm_up(layout, torch.device("cpu"))
+        # A transport of its own: servers and workers send at any time, from several threads, while
+        # the collectives of the communicator keep one order.
         transport = comm.groups.new_transport("servers")
         self._messages = Messages(transport, comm.timeout_s, comm.trust)
         if comm.rank in servers:
