@@ -32,6 +32,12 @@ torch.set_num_threads(1)  # ranks are threads, several of them for each core
 # A thread that waits for the interpreter, to answer another rank, gets it after half a millisecond:
 # with the default of 5 ms four ranks as threads need more than twice the time.
 sys.setswitchinterval(5e-4)
+# A thread that is woken leaves the core to the one that has woken it. gloo's own thread, woken by a
+# rank that holds the lock of their connection, would spin until its time slice ends: with several
+# ranks for each core a third of the processor time of most tests. Some sandboxes do not allow it.
+if os.sched_getscheduler(0) == os.SCHED_OTHER:
+    with suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 # No test asks how long an example takes: the machine may be busy with the tests beside it.
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -49,6 +49,7 @@ class MpiPool:
             stdin=subprocess.DEVNULL,
         )
         self._connection = self._accept()
+        self._num_tasks = 0
 
     def _accept(self) -> Connection:
         self._listener._listener._socket.settimeout(_START_S)  # type: ignore[attr-defined]
@@ -82,7 +83,10 @@ class MpiPool:
         }
         reference = (function.__module__, function.__qualname__)
         self._connection.send((reference, world_size, args, options))
-        outcomes = self._connection.recv()
+        self._num_tasks += 1
+        number, outcomes = 0, []
+        while number < self._num_tasks:  # of a task whose test was ended, nobody has received any
+            number, outcomes = self._connection.recv()
         for outcome in outcomes:
             if isinstance(outcome, _Failure):
                 raise outcome.error
@@ -170,7 +174,7 @@ def _worker(address: str) -> None:
                 outcome = _Failure(error)
         outcomes = _gather(comm, outcome)
         if connection is not None:
-            connection.send(outcomes[:world_size])
+            connection.send((num_tasks, outcomes[:world_size]))
 
 
 def _next_task(comm: Any, connection: Connection | None) -> Any:

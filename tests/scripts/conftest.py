@@ -5,8 +5,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.all.processes.conftest import _quick_start
 from torchmn.comm.link_speed import LinkSpeed
 from torchmn.exchange.auto import tuner
+
+__all__ = ["_quick_start"]
 
 
 @pytest.fixture(autouse=True)
