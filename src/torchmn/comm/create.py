@@ -59,7 +59,7 @@ from torchmn.comm.transports.own_rank import own_place
 from torchmn.comm.transports.tcp import MAX_PEERS, TcpTransport
 from torchmn.comm.waiting import PeerStatus, Timeout
 from torchmn.control.rank_listener import RankAddress
-from torchmn.control.terminal_input import PERSON_S
+from torchmn.control.terminal_input import PERSON_S, has_terminal
 from torchmn.record import recording
 
 ROUTES: dict[str, type[Route]] = {
@@ -121,8 +121,9 @@ def create_communicator(
             of seconds is the limit in both cases, and 5 times that at the beginning; 0 means no
             limit.
         allreduce_grad_dtype: float16 or bfloat16 to send gradients in; by default their own dtype.
-        quiet: only rank 0 prints: what other ranks write to ``sys.stdout`` is dropped until
-            `finalize`. Warnings and errors, on ``sys.stderr``, are shown.
+        quiet: only rank 0 prints, and a rank that has the terminal, for a debugger: what other
+            ranks write to ``sys.stdout`` is dropped until `finalize`. Warnings and errors, on
+            ``sys.stderr``, are shown.
 
     Raises:
         UnknownNameError: unknown route, transport or dtype.
@@ -229,7 +230,7 @@ def _ready(comm: Communicator, timeout: Timeout, *, is_recorded: bool, quiet: bo
     _warn_about_fallback(comm)
     if is_recorded:
         recording.start(comm, Path(os.environ[RECORD_VARIABLE]))  # an observer from now on
-    if quiet and comm.rank != 0:
+    if quiet and comm.rank != 0 and not has_terminal():
         _drop_standard_output(comm)
     comm.logger(__name__).debug("communicator of %d ranks: %s", comm.size, comm.settings)
     return comm

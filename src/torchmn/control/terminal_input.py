@@ -57,6 +57,11 @@ class TerminalInput(io.TextIOWrapper):
             self._report(False)
 
 
+def has_terminal() -> bool:
+    """Whether the standard input of this process is the terminal of `torchmn run`."""
+    return isinstance(sys.stdin, TerminalInput)
+
+
 def awaits_input() -> bool:
     """Whether this process waits for a person at the terminal. From any thread."""
     return isinstance(sys.stdin, TerminalInput) and sys.stdin.is_awaited
@@ -88,7 +93,7 @@ def explained(error: BaseException) -> BaseException:
             "A debugger was started in a worker process of a DataLoader, which has no terminal. "
             "Use num_workers=0 while you debug."
         )
-    elif isinstance(sys.stdin, TerminalInput):  # the person quit
+    elif has_terminal():  # the person quit
         return error
     else:
         text = (

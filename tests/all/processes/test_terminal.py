@@ -124,6 +124,18 @@ def test_breakpoint_stops_the_rank_that_has_the_terminal(
         assert f"[{rank}] after {rank + 40}" in shell.shown
 
 
+def test_a_quiet_rank_with_the_terminal_shows_its_debugger(runner: Runner, terminal) -> None:
+    script = runner.script(
+        "import torchmn\ncomm = torchmn.create_communicator(quiet=True)\nbreakpoint()\n"
+        "print('after', comm.rank)\n"
+    )
+    shell = terminal("-n", "3", "--backend", "gloo", script, TORCHMN_INPUT_RANK="1")
+    shell.expect(f"[1] {PROMPT}")
+    shell.send("c\n")
+    assert shell.end() == 0, shell.shown
+    assert [f"after {rank}" in shell.shown for rank in range(3)] == [True, True, False]
+
+
 def test_another_rank_gets_the_terminal(runner: Runner, terminal) -> None:
     script = runner.script("import pdb\nif rank == 1: pdb.set_trace()\nprint('after')\n")
     shell = terminal("-n", "2", "--backend", "gloo", script, TORCHMN_INPUT_RANK="1")

@@ -267,5 +267,6 @@ def _meeting(job: Job, address: str) -> socket.socket:
     except OSError as error:
         raise LaunchError(
             f"{socket.gethostname()} cannot wait for hosts at {host}:{port}: "
-            f"{error.strerror or error}. Give another --master-port on all hosts."
+            f"{error.strerror or error}. If a job of another command waits there, give another "
+            "--master-port on all hosts. For ranks on one machine run one command, with -n."
         ) from None
