@@ -162,6 +162,9 @@ def plain_training(model: nn.Module) -> torch.optim.Optimizer:
         scaler.step(optimizer)
         scaler.update()
     optimizer.zero_grad()
+    for thread in threading.enumerate():  # that of the loader's worker, which ends after it
+        if thread.name == "QueueFeederThread":
+            thread.join()
     return optimizer
 
 

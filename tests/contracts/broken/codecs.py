@@ -21,7 +21,7 @@ class KeepsNoResidual(Base):
 
     def encode_stripe(self, values, stripe, out, side="worker"):
         super().encode_stripe(values, stripe, out, side)
-        self._block(side, stripe, values.device).pending.zero_()
+        self._residuals.block(side, stripe, values.device, is_owner=True).pending.zero_()
 
 
 class ForgetsTheOwner(Base):

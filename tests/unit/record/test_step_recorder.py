@@ -377,10 +377,10 @@ def test_on_a_gpu_autograds_thread_is_the_one_that_trains(lines: list[Line]) -> 
         exchange()  # this thread has not been one of autograd's yet
         backward(lambda: recorder.phase("backward", True))
         exchange()
+        run_in_thread(exchange)  # of an engine, while autograd's thread lives, as it always does
 
     recorder.forward(4, is_training=True)
     run_in_thread(autograd)
-    run_in_thread(exchange)  # of an engine
     recorder.end_step(0)
     stream.num_passed = stream.num_events
     recorder.write_ended()
