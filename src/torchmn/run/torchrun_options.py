@@ -57,6 +57,7 @@ class TorchrunOptions:
     signals_to_handle: str | None = _option("--signals-to-handle")
     logs_specs: str | None = _option("--logs-specs")
     virtual_local_rank: bool | None = _option("--virtual-local-rank")
+    log_line_prefix_template: str | None = _option("--log-line-prefix-template")
     duplicate_stdout_filters: str | None = _option("--duplicate-stdout-filters")
     duplicate_stderr_filters: str | None = _option("--duplicate-stderr-filters")
 
@@ -69,6 +70,7 @@ _WITHOUT_EFFECT = {
     "event_log_handler": "the record of a run has its events, see `torchmn report`",
     "local_addr": "a host uses its address towards the others, or that of GLOO_SOCKET_IFNAME",
     "numa_binding": "each rank is bound to the cores next to its GPU",
+    "log_line_prefix_template": "lines begin with their rank in brackets",
     "signals_to_handle": "SIGTERM, SIGUSR1 and SIGUSR2 are passed on to the scripts",
 }
 _IN_FILES = "the output of every rank is in its own file in --log-dir: search it there"
