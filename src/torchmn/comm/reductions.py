@@ -53,7 +53,7 @@ class Reduction:
             # An empty tensor shows whether torch supports the operation for this dtype.
             nothing = torch.empty(0, dtype=x.dtype, device="cpu")
             COMBINE[self.transport_op](nothing, nothing)
-        except RuntimeError as error:
+        except (RuntimeError, TypeError) as error:  # which of them depends on the version of torch
             raise UsageError(f"op={self.op!r} of {x.dtype} does not exist: {error}") from error
 
     def prepare_(self, x: Tensor, size: int) -> Tensor:
