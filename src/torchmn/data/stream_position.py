@@ -31,11 +31,8 @@ class PositionedDataset(IterableDataset[Any]):
         if not self._is_loaded and self._beginning is not None:
             self.dataset.load_state_dict(self._beginning)
             self._beginning = None
-        is_over, self._has_ended, self._is_loaded = (
-            self._has_ended and self._is_loaded,
-            False,
-            False,
-        )
+        is_over = self._has_ended and self._is_loaded
+        self._has_ended = self._is_loaded = False
         # Not in the generator, which begins with the first sample: a data set may draw random
         # numbers in `__iter__`, and does so when the DataLoader makes its iterator.
         return self._samples(iter(() if is_over else self.dataset))

@@ -11,7 +11,7 @@ and after resuming. A batch that has begun before a milestone keeps its size.
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from torchmn.base.errors import UsageError, raise_if_no_count, raise_if_unknown
 from torchmn.data.global_sampler import GlobalSampler, SamplerState
@@ -97,11 +97,10 @@ class GrowingSampler(GlobalSampler):
     ([2, 2, 2, 2], [4, 4])
     """
 
-    growth: BatchGrowth
-
-    def grow_by(self, growth: BatchGrowth) -> None:
-        """Set the growth. Raises UsageError: ``drop_last`` would drop all samples."""
+    def __init__(self, *args: Any, growth: BatchGrowth, **options: Any) -> None:
+        """Arguments as of `GlobalSampler`. Raises UsageError: ``drop_last`` drops all samples."""
         self.growth = growth
+        super().__init__(*args, **options)
         # After so many samples all milestones have passed.
         largest = growth.size_at(self._initial, 2**62, max(self.dataset_length, 1))
         if self.drop_last and 0 < self.dataset_length < largest:

@@ -10,10 +10,11 @@ and from the memory that a pass may use, and the mean gradient is the same for a
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -316,15 +317,14 @@ class GlobalBatch:
                 "GlobalBatch for other training data; for evaluation use GlobalSampler."
             )
         length = dataset if isinstance(dataset, int) else len(dataset)
-        kind = GlobalSampler if self.growth is None else GrowingSampler
-        sampler = kind(
+        make: Callable[..., GlobalSampler] = GlobalSampler
+        if self.growth is not None:
+            make = partial(GrowingSampler, growth=self.growth)
+        self._sampler = make(
             length, self.comm, self.initial, seed, shuffle, drop_last=drop_last, pad_last=pad_last
         )
-        if isinstance(sampler, GrowingSampler) and self.growth is not None:
-            sampler.grow_by(self.growth)
-        sampler.batch, sampler.shares = self, self._shares
-        self._sampler = sampler
-        return sampler
+        self._sampler.batch, self._sampler.shares = self, self._shares
+        return self._sampler
 
     def micro_batches(
         self, samples: Any, optimizer: Optimizer | None = None
