@@ -6,6 +6,7 @@ result. `torchmn.nn.functions.recomputation` inspects frames for another reason,
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import sys
@@ -32,7 +33,7 @@ def script_frame() -> FrameType | None:
 
 
 def is_internal(file: str) -> bool:
-    """Whether a file belongs to torchmn or torch. Local."""
+    """Whether a file belongs to torchmn or torch, or is `contextlib`, which calls both. Local."""
     return file.startswith(_libraries())
 
 
@@ -41,4 +42,6 @@ def _libraries() -> tuple[str, ...]:
     # Without importing torch, which takes seconds.
     found = importlib.util.find_spec("torch")
     folders = found.submodule_search_locations or () if found else ()
-    return tuple(os.path.join(each, "") for each in (Path(__file__).parents[1], *folders))
+    # Between a `with` of the script and torchmn, and between functions of torchmn.
+    own = os.path.join(Path(__file__).parents[1], "")
+    return (own, contextlib.__file__, *(os.path.join(each, "") for each in folders))

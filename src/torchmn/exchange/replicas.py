@@ -169,8 +169,8 @@ def broadcast_and_verify(comm: Communicator, models: Sequence[nn.Module]) -> Non
     """
     different: list[str] = []
     for model in models:
+        tensors = named_tensors([model])
         sent = bcast_where_different(comm, model)
-        tensors = dict([*model.named_parameters(), *model.named_buffers()])
         different += _different_of(comm, {name: tensors[name] for name in sent})
     if different:
         raise CommunicationError(

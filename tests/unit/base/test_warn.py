@@ -18,9 +18,14 @@ def _of_torchmn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 NESTED = """
+import contextlib
 def inner():
     warn("slow", PerformanceWarning)
 def nested():
+    inner()
+@contextlib.contextmanager
+def block():
+    yield
     inner()
 """
 
@@ -40,6 +45,16 @@ def test_the_line_is_that_of_the_script_however_deep() -> None:
         (found,) = caught
         assert found.filename == __file__
         assert "names[function]()" in Path(__file__).read_text().splitlines()[found.lineno - 1]
+
+
+@pytest.mark.usefixtures("_of_torchmn")
+def test_at_the_end_of_a_block_the_line_is_that_of_its_begin() -> None:
+    names = compiled()
+    with pytest.warns(PerformanceWarning) as caught, names["block"]():  # type: ignore[operator]
+        pass
+    (found,) = caught
+    assert found.filename == __file__
+    assert "caught, names[" in Path(__file__).read_text().splitlines()[found.lineno - 1]
 
 
 def test_the_default_filter_shows_each_line_once() -> None:
