@@ -362,7 +362,7 @@ def _disagreement(waiting: Mapping[int, CollectiveStatus]) -> str:
         group = f"'{own.group}'" + (f" of {_ranks(own.ranks)}" if own.ranks else "")
         kinds.setdefault((own.what, own.where, group), []).append(rank)
     if len(kinds) < 2:
-        return ""
+        return _one_sided(waiting)
     num_groups = len({group for _, _, group in kinds})
     parts = [
         f"{_ranks(ranks)} in {what}"
@@ -373,6 +373,18 @@ def _disagreement(waiting: Mapping[int, CollectiveStatus]) -> str:
     return (
         f"the ranks are in different collectives: {'; '.join(parts)}. All ranks must call the same "
         "ones, in the same order and with the same shapes"
+    )
+
+
+def _one_sided(waiting: Mapping[int, CollectiveStatus]) -> str:
+    """Say that all ranks send, or that all receive: else empty."""
+    names = {own.what.partition(" ")[0] for own in waiting.values()}
+    other = {"send": "receives", "recv": "sends"}.get("".join(names))
+    if other is None or len(waiting) < 2:
+        return ""
+    return (
+        f"all of {_ranks(waiting)} are in {names.pop()}, and none of them {other}. One of them has "
+        "left out a call, or a backward pass that would have made it"
     )
 
 

@@ -73,6 +73,15 @@ def test_a_rank_without_any_reply() -> None:
     assert "neither from the rank nor from its agent" in found.text
 
 
+def test_ranks_that_all_send_are_no_connectivity_problem() -> None:
+    for name, other in (("send", "receives"), ("recv", "sends")):
+        statuses = {rank: status("late", name, where="") for rank in HOSTS}
+        found = report(OVERDUE, 0, statuses, HOSTS)
+        assert found.missing == ()
+        assert f"all of ranks 0, 1, 2 are in {name}, and none of them {other}" in found.summary
+        assert "connectivity" not in found.summary
+
+
 def test_different_collectives_are_reported() -> None:
     found = report(
         OVERDUE,
