@@ -37,7 +37,8 @@ class CollectiveRecord:
     """One collective on this rank. ``shape`` and ``dtype`` describe the local tensor.
 
     ``number`` counts the collectives of this rank. ``in_group`` counts those of the group: all
-    ranks of the group use the same number for the same collective.
+    ranks of the group use the same number for the same collective. ``call`` names the call of the
+    script, and its line, if known.
     """
 
     number: int
@@ -53,6 +54,7 @@ class CollectiveRecord:
     state: State = "running"
     ended_s: float | None = None
     wait: Wait | None = None
+    call: str = ""
 
     @property
     def signature(self) -> str:
@@ -104,6 +106,8 @@ class FlightRecorder:
         self._bucket: int | None = None
         self._step: int | None = None
         self._first_step: int | None = None
+        self.call = ""
+        """The call of the script that the next collectives belong to; empty if it is not known."""
         self.has_stepped = False
         """Whether the sums of the first step are over. Ranks run at different speeds until then."""
         self.peers: PeerStatus | None = None
@@ -156,6 +160,7 @@ class FlightRecorder:
             time.monotonic(),
             limit_s,
             wait=wait,
+            call=self.call,
         )
         self._entries.append(entry)
         self._last_of[group] = entry
@@ -255,6 +260,7 @@ class FlightRecorder:
             number=entry.in_group,
             what=entry.signature,
             where=entry.label,
+            call=entry.call,
             state=entry.state,
             age_s=round(now - entry.started_s, 1),
             seconds=round((entry.ended_s or now) - entry.started_s, 6),

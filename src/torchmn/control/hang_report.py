@@ -185,8 +185,8 @@ class _Pending:
 
     @property
     def name(self) -> str:
-        where = f" ({self.collective.where})" if self.collective.where else ""
-        return f"{self.collective.what}{where} of group '{self.collective.group}'"
+        where = ", ".join(filter(None, (self.collective.where, self.collective.call)))
+        return f"{self.collective.what}{where and f' ({where})'} of group '{self.collective.group}'"
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -337,9 +337,9 @@ class _Job:
             return [f"{name} {status.text}.", *status.details]
         lines = [f"{name}:"]
         for own in status.collectives:
-            where = f", {own.where}" if own.where else ""
+            what = ", ".join(filter(None, (own.what, own.where, own.call)))
             lines.append(
-                f"  group '{own.group}': number {own.number}, {own.what}{where}, {own.state}, "
+                f"  group '{own.group}': number {own.number}, {what}, {own.state}, "
                 f"started {own.age_s:g} s ago"
             )
         stacks = (is_short and status.script_stack) or status.stacks

@@ -239,8 +239,9 @@ class Overdue(FromScript, frozen=True, kw_only=True):
 class CollectiveStatus(Record, frozen=True, kw_only=True):
     """A collective of one group on one rank; ``ranks`` is empty for all of the job.
 
-    ``where`` names the bucket and the step, if known; ``state`` is ``"done"`` once it is complete.
-    It began ``age_s`` ago and took, or has taken, ``seconds``.
+    ``where`` names the bucket and the step, and ``call`` the call of the script, if known;
+    ``state`` is ``"done"`` once it is complete. It began ``age_s`` ago and took, or has taken,
+    ``seconds``.
     """
 
     group: str
@@ -248,6 +249,7 @@ class CollectiveStatus(Record, frozen=True, kw_only=True):
     ranks: tuple[int, ...] = ()
     what: str = "a collective"
     where: str = ""
+    call: str = ""
     state: str = ""
     age_s: float = 0.0
     seconds: float = 0.0

@@ -23,9 +23,17 @@ def status(
     group: str = "world",
     ranks: tuple[int, ...] = (0, 1, 2),
     where: str = "bucket 1, step 7",
+    call: str = "",
 ) -> RankStatus:
     collective = CollectiveStatus(
-        group=group, ranks=ranks, number=number, what=what, where=where, state=state, age_s=60.1
+        group=group,
+        ranks=ranks,
+        number=number,
+        what=what,
+        where=where,
+        call=call,
+        state=state,
+        age_s=60.1,
     )
     return RankStatus.of(StatusReply(collectives=(collective,), stacks=STACKS))
 
@@ -80,6 +88,14 @@ def test_ranks_that_all_send_are_no_connectivity_problem() -> None:
         assert found.missing == ()
         assert f"all of ranks 0, 1, 2 are in {name}, and none of them {other}" in found.summary
         assert "connectivity" not in found.summary
+
+
+def test_the_call_of_the_script_is_named() -> None:
+    call = "recv(rank=1, tag=0) at train.py:7 in main"
+    statuses = {0: status("late", "recv", where="", call=call), 1: status("done", number=4)}
+    found = report(OVERDUE, 0, statuses, HOSTS)
+    assert found.summary.startswith(f"recv ({call}) of group 'world' has not completed within 60 s")
+    assert f"recv, {call}, late" in found.text
 
 
 def test_different_collectives_are_reported() -> None:

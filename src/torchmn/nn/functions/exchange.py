@@ -105,12 +105,16 @@ class Exchange:
 
     @contextmanager
     def named(self, doing: str = "", other_rank: Callable[[], str] = str) -> Iterator[None]:
-        """Add the call, its line and, if known, the other rank's call to communication errors."""
+        """Name the call, its line and, if known, the other rank's in errors and hang reports."""
+        recorder, call = self.comm.flight_recorder, f"{doing}{self.title}"
+        before, recorder.call = recorder.call, call
         try:
             yield
         except CommunicationError as error:
             rest = other_rank() + order_of(self.comm).not_reached(self)
-            raise type(error)(f"{error} {doing}{self.title}.{rest}") from error
+            raise type(error)(f"{error} {call}.{rest}") from error
+        finally:
+            recorder.call = before
 
     def run(self, grads: Gradients) -> tuple[Gradients, Tensor | None]:
         """Exchange the gradients, in a backward pass."""

@@ -104,6 +104,26 @@ def test_a_rank_without_backward_is_named_with_both_lines() -> None:
     assert f"of send at {HERE}:{line_of(rank_main, 'send(x * 2')} in rank_main on rank 0" in text
 
 
+def test_hang_reports_know_the_call_of_the_script() -> None:
+    def rank_main(comm: Communicator) -> list[str]:
+        x = torch.ones(2, requires_grad=True)
+        if comm.rank == 0:
+            send(x * 2, comm, 1).backward()
+        else:
+            recv(comm, 0).sum().backward()
+        comm.allreduce(x)  # of no function
+        return [entry.call for entry in comm.flight_recorder.entries()]
+
+    sender, receiver = run_ranks(rank_main, 2)
+    send_at = f"{HERE}:{line_of(rank_main, 'send(x * 2')} in rank_main"
+    recv_at = f"{HERE}:{line_of(rank_main, 'recv(comm, 0)')} in rank_main"
+    assert (
+        f"Backward of recv(rank=0, tag=0) at {recv_at}, of send at {send_at} on rank 0" in receiver
+    )
+    assert f"send(rank=1, tag=0) at {send_at}" in sender
+    assert [calls[-1] for calls in (sender, receiver)] == ["", ""]
+
+
 def test_a_rank_that_waits_says_what_it_has_not_reached() -> None:
     def rank_main(comm: Communicator) -> None:
         x = torch.ones(2, requires_grad=True)
