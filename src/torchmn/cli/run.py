@@ -30,7 +30,7 @@ def run(
         str, typer.Argument(metavar="SCRIPT", help="The script, or a module with -m.")
     ],
     args: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARGS]...", help="Arguments of the script.")
+        list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")
     ] = None,
     is_dry: Annotated[
         bool, typer.Option("--dry-run", help="Print the commands without running them.")
