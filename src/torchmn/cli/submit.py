@@ -26,7 +26,7 @@ def submit(
         str, typer.Argument(metavar="SCRIPT", help="The training script, or a module with -m.")
     ],
     args: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARGS]...", help="Arguments of the script.")
+        list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")
     ] = None,
     scheduler: Annotated[
         str | None,

@@ -22,7 +22,7 @@ class BatchShares:
         return in_proportion(batch_size, self._equal)
 
     def before_next(self, num_received: int) -> None:
-        """Note that the script requests a batch, or the end of the pass, after so many batches.
+        """Note that the script requests a batch, or ends its pass, after so many batches.
 
         Raises UsageError: it does not train as these shares need it.
         """

@@ -249,6 +249,7 @@ class GlobalSampler(PassSampler):
 
     def _started(self, one_pass: LoaderPass) -> None:
         # The DataLoader of a loop with workers requests two iterators before it draws.
+        self._leave_pass()
         last = self._pass
         self._is_ahead = not one_pass.is_of_loader and last is not None and last.num_drawn == 0
         self._start = self._reached(is_left=True)
@@ -279,7 +280,14 @@ class GlobalSampler(PassSampler):
 
     def _go_to(self, epoch: int, position: int = 0) -> None:
         """Let the next pass begin here."""
+        self._leave_pass()
         self._start, self._pass = SamplerState(epoch=epoch, position=position), None
+
+    def _leave_pass(self) -> None:
+        """Tell the shares what they have not seen of a pass: what followed its last batch."""
+        last = self._pass
+        if last is not None and last.num_received and not last.has_ended:
+            self.shares.before_next(last.num_received)
 
     def order(self, epoch: int) -> Order:
         """The permutation of an epoch, shape ``(dataset_length,)``."""
