@@ -410,7 +410,8 @@ class Engine:
         is_peer = isinstance(error, (TimeLimitError, PeerLostError))
         is_own = type(error) is CommunicationError or not isinstance(error, TorchmnError)
         is_own = is_own and self._has_peers and not getattr(error, _REJECTION, False)
-        if self._broken is None and (is_peer or is_own):
+        # A collective that fails on a device is aborted, and its transport is of no use any more.
+        if self._broken is None and (is_peer or is_own or self._is_failing):
             self._broken = error
             if is_own and isinstance(error, Exception):
                 for observer in events.observers:
