@@ -34,9 +34,9 @@ def parse_options(description: str, *, communicator: str | None = None) -> argpa
     add("--no_snapshot", action="store_true", help="write no snapshots")
     add("--dataset", default="cifar10", choices=["cifar10", "digits", "mnist"], help="images")
     add("--data-root", help="folder or file that has them")
-    add("--download", action="store_true", help="fetch them if they are not there")
+    add("--download", action="store_true", help="download them if they are missing")
     add("--model", default="vgg", choices=NETWORKS, help="network")
-    add("--seed", type=int, default=0, help="of parameters, dropout and the order of images")
+    add("--seed", type=int, default=0, help="seed of parameters, dropout and the order of images")
     if communicator is not None:
         add("--communicator", default=communicator, help="route of the mean")
         add("--checkpoint", help="folder of checkpoints: resume from it and save after every epoch")

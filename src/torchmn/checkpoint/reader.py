@@ -65,9 +65,9 @@ class SavedCheckpoint:
             if other != held[0]:
                 odd = sorted(n for n in {*other, *held[0]} if other.get(n) != held[0].get(n))
                 raise UsageError(
-                    f"{self.name} was saved by {len(ranks)} ranks for each model, of which each "
-                    f"had its own {', '.join(odd[:3])}: these are no parts of DTensors, so that "
-                    f"only a grid of axes {self.grid()} can load them, with another first axis."
+                    f"{self.name} was saved by {len(ranks)} ranks per model, which had different "
+                    f"values of {', '.join(odd[:3])}. These are not parts of DTensors: only a grid "
+                    f"with axes {self.grid()} loads them; the size of its first axis may differ."
                 )
 
     def optimizer_of(self, rank: int, label: str) -> str:

@@ -58,7 +58,7 @@ def named_parameters(
     ``former`` are parameters that were in the model, and may have left it since: their layer was
     replaced.
 
-    Raises UsageError: a parameter is not in the model; UnsupportedError: one is not initialised.
+    Raises UsageError: a parameter is not in the model; UnsupportedError: one is not initialized.
     """
     reshard(models)
     names = {
@@ -83,7 +83,7 @@ def named_parameters(
                 )
             if is_lazy:
                 raise UnsupportedError(
-                    f"Parameter '{names[parameter]}' is not initialised yet. Run one forward pass "
+                    f"Parameter '{names[parameter]}' is not initialized yet. Run one forward pass "
                     "before create_multi_node_optimizer."
                 )
             wanted.add(parameter)

@@ -80,7 +80,7 @@ def _exchange(summary: Summary) -> Iterator[Finding]:
         cures.append("hide it (schedule='double_buffering')")
     if settings.get("codec", "none") in ("none", "float32"):
         cures.append("send fewer bytes (codec='float16' or 'int8')")
-    cures.append("see what would pay with torchmn plan")
+    cures.append("compare other settings with torchmn plan")
     evidence = [f"even the ranks that are ready last wait {duration(waited_s)} for it"]
     if taken_s > MIN_TAKEN * (waited_s + taken_s):
         evidence.append(f"its threads take {duration(taken_s)} of the core that computes")
