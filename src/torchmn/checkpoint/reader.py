@@ -57,6 +57,7 @@ class SavedCheckpoint:
             {
                 name: self._checksum(file, name)
                 for name, file in self._places(rank, label)
+                # Parts of DTensors differ by design: `parts` puts them together from all ranks.
                 if f"/{PART}" not in name
             }
             for rank in ranks
@@ -83,6 +84,7 @@ class SavedCheckpoint:
         places = self._places(rank, label)
         body = self._rank(rank).objects[label].body
         try:
+            # A valid checksum does not make the content valid: another program may have written it.
             kinds = list(object_codec.kinds_of(body))
         except (KeyError, TypeError, ValueError, IndexError, RecursionError) as error:
             raise DataError(f"rank{rank:04d}.json does not describe a state: {error}") from error
@@ -153,6 +155,8 @@ class SavedCheckpoint:
     def _open(self, file: str) -> FileReader:
         reader = self._storage.open(self.name, file)
         nbytes = self.manifest.files[file].nbytes
+        # Before anything is read: a file that was cut, or is not complete on this host yet, has no
+        # header that could be trusted.
         if reader.nbytes != nbytes:
             reader.close()
             raise DataError(f"{file} has {reader.nbytes} bytes instead of {nbytes}")
