@@ -48,7 +48,7 @@ def parse_options(description: str, *, communicator: str | None = None) -> argpa
 
 
 def load(options: argparse.Namespace, comm: Communicator | None = None) -> ImageData:
-    """The images, normalised; 32 x 32 in three colours for VGG. Prints where they are from."""
+    """The images, normalized; 32 x 32 in three colours for VGG. Prints where they are from."""
     images = load_images(
         options.dataset, options.data_root, download=options.download, comm=comm
     ).normalised()
@@ -81,7 +81,7 @@ def build(options: argparse.Namespace, images: ImageData) -> Classifier:
 
 
 def build_optimizer(options: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
-    """As in Chainer's example: momentum, and weight decay on everything."""
+    """SGD with momentum, and weight decay on all parameters, as in Chainer's example."""
     return torch.optim.SGD(
         model.parameters(), lr=options.learnrate, momentum=0.9, weight_decay=5e-4
     )

@@ -84,7 +84,7 @@ def load_base(options: argparse.Namespace) -> tuple[Any, Callable[[bytes], Tenso
 
 
 class Adapters:
-    """What a checkpoint holds of the model: the base never changes."""
+    """The part of the model that a checkpoint holds: the base never changes."""
 
     def __init__(self, model: PeftModel) -> None:
         self._model = model

@@ -61,7 +61,7 @@ def network(comm: torchmn.Communicator, side: int) -> nn.Sequential:
 
 
 def accuracy(model: nn.Module, comm: torchmn.Communicator, images: DataLoader[Tensor]) -> float:
-    """Of the test images; all workers read them."""
+    """The accuracy on the test images, which all workers read."""
     num_right = num_seen = 0
     with torch.no_grad():
         for x, labels in images:

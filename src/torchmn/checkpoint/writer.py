@@ -126,8 +126,8 @@ class Writer:
                 result["note"] = self._newest()
             else:
                 result = self._commit(staged, request, request.copy, gathered, reports)
-        # Only rank 0 has a result. The round keeps the others from reporting a checkpoint that is not
-        # committed yet.
+        # Only rank 0 has a result. The round keeps the others from reporting a checkpoint that is
+        # not committed yet.
         result = self.channel.all_gather(result, "a checkpoint was completed", nbytes=nbytes)[0]
         if problems or result["problem"]:
             return self._failed(request, problems or [result["problem"]], result["note"])
