@@ -20,7 +20,7 @@ CONTEXT = {
     "allow_interspersed_args": False,
     "token_normalize_func": lambda name: name.replace("_", "-"),
 }
-"""What follows the script are its arguments, options too. In names of options ``_`` is ``-``."""
+"""What follows the script is passed to it, options too. In option names ``_`` equals ``-``."""
 
 
 @add_options(TorchrunOptions)

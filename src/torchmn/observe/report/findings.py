@@ -82,7 +82,7 @@ def _exchange(summary: Summary) -> Iterator[Finding]:
     # Within one host nothing is encoded, or encoding takes longer than what it saves.
     if not is_within_host and settings.get("codec", "none") in ("none", "float32"):
         cures.append("send fewer bytes (codec='float16' or 'int8')")
-    cures.append("see what would pay with torchmn plan")
+    cures.append("compare other settings with torchmn plan")
     evidence = [f"even the ranks that are ready last wait {duration(waited_s)} for it"]
     if taken_s > MIN_TAKEN * (waited_s + taken_s):
         evidence.append(f"its threads take {duration(taken_s)} of the core that computes")
