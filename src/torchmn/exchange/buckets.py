@@ -242,7 +242,8 @@ def _lay_out(group: Sequence[NamedParameter], num_footer: int, allocate: Allocat
         starts.append(end)
         end += math.ceil(size / _ALIGNMENT) * _ALIGNMENT
     buffer = allocate(end + num_footer, dtype, first.device)
-    # Memory that ranks share is wrapped by torch.frombuffer, whose storage cannot be resized.
+    # Memory that ranks share is wrapped by torch.frombuffer, whose storage cannot be resized. What
+    # torch allocates can be, on GPUs as well.
     is_ordinary = buffer.untyped_storage().resizable()
     small_nbytes = _SMALL_NBYTES if buffer.device.type == "cpu" else _SMALL_NBYTES_ON_GPU
     slots = []
