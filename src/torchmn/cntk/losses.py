@@ -63,6 +63,8 @@ def classification_error(
 def squared_error(output: Tensor, target: Tensor | MinibatchData) -> Tensor:
     """The sum of the squared differences of each sample: ``(num_samples,)``.
 
+    Raises UsageError: output and target have different shapes.
+
     Example:
         >>> squared_error(torch.ones(2, 3), torch.zeros(2, 3)).tolist()
         [3.0, 3.0]

@@ -299,6 +299,7 @@ class GlobalSampler(PassSampler):
         """Go to the beginning of an epoch; does nothing if it is already in progress.
 
         ``for epoch in range(sampler.epoch, n): sampler.set_epoch(epoch)`` resumes in the middle.
+        Raises UsageError: the epoch is negative.
         """
         if epoch < 0:
             raise UsageError(f"epoch={epoch} must be 0 or more.")

@@ -100,6 +100,8 @@ def write_mean_image(filename: str | os.PathLike[str], image: Array) -> None:
         filename: the file to write; it is replaced as a whole, or not at all.
         image: (channels, height, width), in the order blue, green, red, as minibatches have them.
 
+    Raises UsageError: ``image`` has another number of dimensions, or numbers that are not finite.
+
     Example:
         >>> import pathlib, tempfile
         >>> folder = tempfile.TemporaryDirectory()
