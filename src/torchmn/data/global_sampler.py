@@ -436,7 +436,7 @@ class GlobalSampler(PassSampler):
 
 
 class EmptyBatchCollate:
-    """A collate function that also accepts no samples: every tensor then has 0 rows.
+    """A collate function that also accepts no samples: every tensor then has 0 rows. Local.
 
     The result has the structure, dtypes and other sizes of a batch of sample 0. Comparing it with a
     batch that has this sample twice shows what belongs to samples: the dimension in which a tensor

@@ -20,7 +20,7 @@ _MATRIX = ("MeanImg/rows", "MeanImg/cols")
 
 
 def read_mean_image(filename: str | os.PathLike[str], layout: MeanLayout = "hwc-bgr") -> Array:
-    """A mean image, float32 (channels, height, width), channels in the order blue, green, red.
+    """Read a mean image: float32 (channels, height, width), in the order blue, green, red. Local.
 
     Args:
         filename: the path of the XML file.
