@@ -167,7 +167,7 @@ def compute_gradients(loss_func: Callable[..., Tensor], batch: Any) -> None:
 
 
 class Classifier(nn.Module):
-    """A network with its loss, like Chainer's ``L.Classifier``.
+    """A network with its loss, like Chainer's ``L.Classifier``. Local.
 
     Called with inputs ``(batch, ...)`` and labels ``(batch,)``, it returns the loss and reports
     ``loss`` and ``accuracy``, the fraction of the batch whose largest logit is that of the label.
