@@ -16,7 +16,7 @@ from torchmn.cluster.environment_variables import TRACEBACK_VARIABLE
 
 
 class _Group(TyperGroup):
-    """Commands whose interruption is told from an exit status of 130, which typer makes of it."""
+    """Commands that tell Ctrl-C from an exit status of 130, to which typer converts it."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command, as the base class does. Raises typer.Abort: Ctrl-C."""
@@ -45,7 +45,7 @@ app.command("submit", context_settings=submit.CONTEXT)(submit.submit)
 def _root(
     context: typer.Context,
     version: bool = typer.Option(
-        False, "-V", "--version", help="Show the versions and which engines are here, and exit."
+        False, "-V", "--version", help="Show versions and available engines, and exit."
     ),
 ) -> None:
     if version:

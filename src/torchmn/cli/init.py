@@ -24,7 +24,7 @@ SCRIPT = "train.py"
 
 def init(
     folder: Annotated[
-        Path, typer.Argument(metavar="[FOLDER]", help="Where to write (default: this folder).")
+        Path, typer.Argument(metavar="FOLDER", help="Where to write (default: this folder).")
     ] = Path(),
     kind: Annotated[
         str,

@@ -6,6 +6,7 @@ import os
 from typing import Annotated, Any
 
 import typer
+from typer.completion import show_callback
 
 from torchmn.base.log import LOG_VARIABLE, Log, use_level
 from torchmn.base.terminal import say
@@ -19,7 +20,7 @@ CONTEXT = {
     "allow_interspersed_args": False,
     "token_normalize_func": lambda name: name.replace("_", "-"),
 }
-"""What follows the script are its arguments, options too. In names of options ``_`` is ``-``."""
+"""What follows the script is passed to it, options too. In option names ``_`` equals ``-``."""
 
 
 @add_options(TorchrunOptions)
@@ -29,7 +30,7 @@ def run(
         str, typer.Argument(metavar="SCRIPT", help="The script, or a module with -m.")
     ],
     args: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARGS]...", help="Arguments of the script.")
+        list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")
     ] = None,
     is_dry: Annotated[
         bool, typer.Option("--dry-run", help="Print the commands without running them.")
@@ -46,6 +47,17 @@ def run(
             show_envvar=False,
         ),
     ] = False,
+    _completion: Annotated[
+        str | None,
+        typer.Option(
+            "--print-completion",
+            help="torchrun's, as torchmn --show-completion.",
+            hidden=True,
+            is_eager=True,  # it needs no SCRIPT
+            expose_value=False,
+            callback=show_callback,
+        ),
+    ] = None,
     **options: Any,
 ) -> None:
     """Run SCRIPT on N ranks, on this host or on many.

@@ -17,7 +17,7 @@ from torchmn.submit.settings import Settings
 SCHEDULER_NAMES = ("pbs", "slurm", "grid_engine")
 """As in `torchmn.submit.site.NAMES`, which takes longer to import than a completion may."""
 CONTEXT = {"allow_interspersed_args": False}
-"""What follows the script are arguments of the script, options too."""
+"""What follows the script is passed to it, options too."""
 
 
 @add_options(Settings)
@@ -26,7 +26,7 @@ def submit(
         str, typer.Argument(metavar="SCRIPT", help="The training script, or a module with -m.")
     ],
     args: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARGS]...", help="Arguments of the script.")
+        list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")
     ] = None,
     scheduler: Annotated[
         str | None,

@@ -96,6 +96,7 @@ class PointToPoint:
         try:
             message = object_codec.pack(obj, self._trust)
         except Exception as error:
+            # Whatever it is: the receiver waits for a message, and must learn why it gets none.
             rejection = error
             mark_as_rejection(error)
             message = object_codec.pack(str(error), self._trust, note=_REJECTED)
@@ -166,6 +167,7 @@ class PointToPoint:
                 f"{self._group.rank_label} is in recv, but rank {message.source} could not send: "
                 f"{message.body}"
             )
+        # Not when it arrived: a pickle that is not trusted raises in the call that asks for it.
         return object_codec.unpack(message.body, message.tensors, self._trust)
 
 

@@ -3,8 +3,8 @@
 Each rank has one thread for each rank it sends to and one for each it receives from, so that a
 message neither waits for the computation nor stops it. Each message names its connection, its call
 and its micro-batch, so that the receiver takes them as they come. It begins with a header; the
-description of an object (its structure, shapes and dtypes) follows where it is another than that of
-the message before it on this connection.
+description of an object (its structure, shapes and dtypes) follows where it differs from that of
+the previous message on this connection.
 """
 
 from collections import defaultdict, deque
@@ -148,7 +148,7 @@ class Messages:
             message = object_codec.pack(obj, object_codec.Trust())
         except UnsupportedError as error:
             raise UsageError(
-                f"{self._comm.rank_label}: {place} holds an object of another type than links can "
+                f"{self._comm.rank_label}: {place} holds an object of a type that links cannot "
                 "exchange. Let a link return tensors, numbers, text or None, or tuples, lists and "
                 f"dicts of them. ({error})"
             ) from error

@@ -23,8 +23,8 @@ def read_mean_image(filename: str | os.PathLike[str], layout: MeanLayout = "hwc-
     """A mean image, float32 (channels, height, width), channels in the order blue, green, red.
 
     Args:
-        filename: of the XML file.
-        layout: of the numbers in the file, see `torchmn.cntk.readers.transforms.mean`.
+        filename: the path of the XML file.
+        layout: the layout of the numbers in the file, see `torchmn.cntk.readers.transforms.mean`.
 
     Raises:
         DataError: the file cannot be read, or is no mean image.
@@ -97,7 +97,7 @@ def write_mean_image(filename: str | os.PathLike[str], image: Array) -> None:
     """Write a mean image for `torchmn.cntk.readers.transforms.mean` and for CNTK. Local.
 
     Args:
-        filename: replaced as a whole, or not at all.
+        filename: the file to write; it is replaced as a whole, or not at all.
         image: (channels, height, width), in the order blue, green, red, as minibatches have them.
 
     Example:

@@ -119,11 +119,11 @@ def _described(share: Share | None) -> str:
 
 _PROPORTION = (
     "what the model's forward saw is not in proportion to the ranks' parts of the batch of "
-    "scatter_loader, so that the mean of gradients would have wrong weights: {}. What a rank "
-    "counts is the first size of the first tensor that forward is given; here that is not the "
-    "batch, or there are other samples in it, or some were left out on one rank. Call "
-    "optimizer.set_weight(number_of_samples) before each backward(), with what the loss is a mean "
-    "over, or pass weight='rank' if this model is trained with other data than the loader's. "
+    "scatter_loader, so that the mean of gradients would have wrong weights: {}. A rank counts the "
+    "samples in the arguments of forward; here these are not the batch, or hold other samples, or "
+    "some were left out on one rank. Call optimizer.set_weight(number_of_samples) before each "
+    "backward(), with what the loss is a mean over, or pass weight='rank' if this model is trained "
+    "with other data than the loader's. "
     "(Batches of different sizes that are accumulated in one step have no common weight: leave out "
     "no_sync(), or give the loader drop_last=True.)"
 )
