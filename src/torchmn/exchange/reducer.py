@@ -427,9 +427,7 @@ class GradientReducer:
         passes.were_cleared = True
         if passes.current is not None:
             passes.clear()
-        own = self.contribution
-        if own.has_counted:
-            own.zero_grad()
+        self.contribution.zero_grad()
 
     # ---- at the end of backward ----
 
