@@ -25,6 +25,10 @@ class _Members:
         self.are_elsewhere = False
         """Whether one of them has begun another pass since."""
 
+    def add(self, passes: Passes) -> None:
+        """Add the optimizer of these passes."""
+        self.optimizers.add(passes)
+
     @property
     def share_next_pass(self) -> bool:
         """Whether several of them may exchange gradients in their next pass."""
@@ -36,9 +40,9 @@ class _OnCommunicator(_Members):
 
     num_made = 0
 
-    def add(self, passes: Passes) -> int:
+    def add_new(self, passes: Passes) -> int:
         """Add an optimizer that was just made; returns its number."""
-        self.optimizers.add(passes)
+        self.add(passes)
         self.are_elsewhere = False
         self.num_made += 1
         return self.num_made
@@ -55,7 +59,12 @@ class BackwardPass:
     """A backward pass that has begun, from its first gradient on."""
 
     def __init__(
-        self, callback: AtEnd, on_release: Callable[[], None], *, packs_early: bool
+        self,
+        passes: Passes,
+        callback: AtEnd,
+        on_release: Callable[[], None],
+        *,
+        packs_early: bool,
     ) -> None:
         backward_id = current_graph_task_id()
         self.ids = {backward_id}
@@ -70,6 +79,7 @@ class BackwardPass:
         # Weak: only autograd may keep the callback alive, so that its release can be noticed.
         self._callback = weakref.ref(callback, lambda _: on_release())
         self.members = _MEMBERS.setdefault(backward_id, _Members())
+        self.members.add(passes)
 
     @property
     def is_running(self) -> bool:
@@ -109,7 +119,7 @@ class Passes:
         """The pass that has begun and not ended."""
         self._members = _Members()  # of the last pass that ended
         self._on_communicator = _ON_COMMUNICATOR.setdefault(comm, _OnCommunicator())
-        self.number = self._on_communicator.add(self)
+        self.number = self._on_communicator.add_new(self)
         """The number of this optimizer among those that were made on its communicator."""
         self.is_joint = False
         """Whether other optimizers exchange gradients in the pass that is ending."""
@@ -139,8 +149,7 @@ class Passes:
         before another pass can begin.
         """
         self._members.are_elsewhere = self._on_communicator.are_elsewhere = True
-        self.current = BackwardPass(callback, on_release, packs_early=packs_early)
-        self.current.members.optimizers.add(self)
+        self.current = BackwardPass(self, callback, on_release, packs_early=packs_early)
         at_end_of_backward(callback)
         return self.current
 
