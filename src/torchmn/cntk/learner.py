@@ -138,7 +138,10 @@ class Learner(Optimizer):
     # ---- schedules ----
 
     def reset_learning_rate(self, lr: Values | Schedule) -> None:
-        """Replace the schedule of the learning rate. All ranks must call it."""
+        """Replace the schedule of the learning rate. All ranks must call it.
+
+        Raises UsageError: a rate is negative or not finite.
+        """
         self.lr_schedule = learning_parameter_schedule(lr, self._minibatch_size, self._epoch_size)
         if any(value < 0 or not math.isfinite(value) for _, value in self.lr_schedule.spans):
             raise UsageError(f"The learning rates {lr} must be finite and not negative.")

@@ -151,7 +151,7 @@ class Nesterov(MomentumSGD):
 
 
 class Adam(Learner):
-    """Adam. Its step does not grow with the number of samples, but its rate is divided by it.
+    """CNTK's Adam: steps do not grow with the number of samples, but the rate is divided by it.
 
     So a rate per minibatch of N samples makes steps of about rate / N, as in CNTK; with
     ``use_mean_gradient=True`` it makes steps of the rate, as in torch.
@@ -216,7 +216,7 @@ class Adam(Learner):
 
 
 class AdaGrad(Learner):
-    """AdaGrad.
+    """CNTK's AdaGrad, which can divide a parameter's factors by their mean.
 
     Args:
         parameters, lr, options: see `sgd`.

@@ -299,6 +299,7 @@ class GlobalSampler(PassSampler):
         """Go to the beginning of an epoch; does nothing if it is already in progress.
 
         ``for epoch in range(sampler.epoch, n): sampler.set_epoch(epoch)`` resumes in the middle.
+        Raises UsageError: the epoch is negative.
         """
         if epoch < 0:
             raise UsageError(f"epoch={epoch} must be 0 or more.")
@@ -435,7 +436,7 @@ class GlobalSampler(PassSampler):
 
 
 class EmptyBatchCollate:
-    """A collate function that also accepts no samples: every tensor then has 0 rows.
+    """A collate function that also accepts no samples: every tensor then has 0 rows. Local.
 
     The result has the structure, dtypes and other sizes of a batch of sample 0. Comparing it with a
     batch that has this sample twice shows what belongs to samples: the dimension in which a tensor

@@ -119,7 +119,10 @@ class MultiprocessParallelUpdater(StandardUpdater):
         self._num_threads_before = 0
 
     def update(self) -> None:
-        """Do one iteration on all devices."""
+        """Do one iteration on all devices.
+
+        Raises UsageError: it has ended; LaunchError, PeerLostError: see the class.
+        """
         self.setup_workers()
         if self._replica is None:
             raise UsageError("This updater has ended. Make a new one to train again.")

@@ -20,7 +20,7 @@ _MATRIX = ("MeanImg/rows", "MeanImg/cols")
 
 
 def read_mean_image(filename: str | os.PathLike[str], layout: MeanLayout = "hwc-bgr") -> Array:
-    """A mean image, float32 (channels, height, width), channels in the order blue, green, red.
+    """Read a mean image: float32 (channels, height, width), in the order blue, green, red. Local.
 
     Args:
         filename: the path of the XML file.
@@ -99,6 +99,8 @@ def write_mean_image(filename: str | os.PathLike[str], image: Array) -> None:
     Args:
         filename: the file to write; it is replaced as a whole, or not at all.
         image: (channels, height, width), in the order blue, green, red, as minibatches have them.
+
+    Raises UsageError: ``image`` has another number of dimensions, or numbers that are not finite.
 
     Example:
         >>> import pathlib, tempfile

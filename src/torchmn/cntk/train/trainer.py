@@ -366,7 +366,10 @@ class Trainer:
 
     @property
     def previous_minibatch_evaluation_average(self) -> float:
-        """The mean metric of the last minibatch over the samples of all ranks. Local."""
+        """The mean metric of the last minibatch over the samples of all ranks. Local.
+
+        Raises UsageError: this trainer has no metric.
+        """
         if self._criterion[1] is None:
             raise UsageError("This trainer has no metric: give criterion=(loss, metric).")
         return float(self._last.metric or 0.0) / max(1, self._last.num_samples)
@@ -397,7 +400,10 @@ class Trainer:
         checkpointer.finish()
 
     def restore_from_checkpoint(self, filename: str | Path) -> dict[str, Any]:
-        """Continue from `save_checkpoint`; returns its ``external_state``. *Collective.*"""
+        """Continue from `save_checkpoint`; returns its ``external_state``. *Collective.*
+
+        Raises DataError: there is no valid checkpoint in ``filename``.
+        """
         external: dict[str, Any] = {}
         checkpointer = self._checkpointer_of(filename)
         checkpointer.resume(self.stateful(external))

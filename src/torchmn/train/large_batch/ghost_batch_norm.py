@@ -52,7 +52,7 @@ class GhostBatchNorm1d(_Ghost, nn.BatchNorm1d):
 
 
 class GhostBatchNorm2d(_Ghost, nn.BatchNorm2d):
-    """`torch.nn.BatchNorm2d` whose training batches are normalized in parts.
+    """`torch.nn.BatchNorm2d` whose training batches are normalized in parts. Local.
 
     Parameters, buffers, state dict and evaluation are those of the layer of torch. A batch is
     divided in order into ``batch / ghost_batch`` ghost batches, rounded to the nearest whole number
