@@ -86,7 +86,8 @@ def init(
     _make(folder)
     for name, text in texts.items():
         is_shell = name.endswith(".sh")
-        kept = write_script(text, folder / name, mode=0o700 if is_shell else 0o600)
+        mode = 0o700 if is_shell else 0o600
+        kept = write_script(text, folder / name, mode=mode, cure="name another folder")
         typer.echo(f"{folder / name}" + (f" (the old one is {kept})" if kept else ""))
     for line in _next_steps(folder, chosen, [*texts][-1], num_nodes * per_node):
         typer.echo(line)

@@ -428,7 +428,7 @@ class GradientReducer:
         if passes.current is not None:
             passes.clear()
         own = self.contribution
-        if own.has_counted:
+        if own.has_counted or own.cut_sizes:
             own.zero_grad()
 
     # ---- at the end of backward ----

@@ -5,6 +5,9 @@ is chosen by a rank's own random numbers makes a rank exchange gradients of anot
 others; at the end of the epoch the ranks then wait until a time limit. A model that sees samples
 that are not in the batch, or not all of them, makes means with wrong weights.
 
+Batches that `micro_batches` has cut into passes, and that a script accumulates, have one weight. It
+is right if each rank has the same fraction of every one of them, which their sizes show.
+
 Batches are compared if loops train with each batch before they request the next one, in the thread
 that trains: no exchange so far had more than one new batch. The samples of forward are compared
 whenever they are counted. Nothing is compared if ranks may have different numbers of batches: in
@@ -14,6 +17,7 @@ whenever they are counted. Nothing is compared if ranks may have different numbe
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Sequence
 
 from torchmn.base.errors import RankMismatchError, ResultWarning, UsageError
@@ -33,35 +37,39 @@ class ReceivedBatches(Agreement):
     """Compares the batches of an exchange. One object for each set of buckets.
 
     The values are: 1 on a rank for which no weight is right; a number for the samples that forward
-    saw, and its square; a number for the batches received, and its square. With the squares the
-    sums show whether all ranks have the same number.
+    saw, or for the proportion of accumulated batches, and its square; a number for the batches
+    received, and its square. With the squares the sums show whether all ranks have the same number.
     """
 
     num_values = 5
-    is_idle = True  # until there is a loader that divides batches
 
     def __init__(self, contribution: Contribution, *, compares_counts: bool) -> None:
         self._contribution, self._compares_counts = contribution, compares_counts
         self._own: tuple[int, Share | None] = (0, None)
+        self._cut: Sequence[int] = ()
         self._has_warned = False
-        if contribution.loaders is not None:
-            contribution.loaders.when_used(self, ReceivedBatches._loader_is_there)
 
-    def _loader_is_there(self) -> None:
-        self.is_idle = False
+    def begin(self, context: PassContext) -> None:
+        """See `Agreement.begin`."""
+        own = self._contribution
+        self._cut = [*own.cut_sizes] if len(own.cut_sizes) > 1 else ()
+        self.is_idle = own.batches is None and not self._cut
 
     def contribute(self, context: PassContext) -> Sequence[float]:
         """See `Agreement.contribute`."""
         own = self._contribution
         batches, share = own.batches, own.share if self._compares_counts else None
-        if batches is None or not context.is_active:
+        if not context.is_active:
             return (0.0,) * self.num_values
-        self._own = batches.number, share
+        self._own = 0 if batches is None else batches.number, share
         largest = min(_LARGEST, math.isqrt(_LARGEST_SUM // self.comm.size)) - 1 | 1
         seen = received = UNKNOWN
         if share is not None and share.seen is not None and not own.is_joining:
             seen = float(share.seen % largest)
-        if batches.is_number_compared:
+        if any(self._cut) and not own.is_joining:
+            ratio = [size // math.gcd(*self._cut) for size in self._cut]
+            seen = float(zlib.crc32(repr(ratio).encode()) % largest)
+        if batches is not None and batches.is_number_compared:
             received = float(batches.number % largest)
         is_miscounted = share is not None and share.is_miscounted
         return float(is_miscounted), seen, seen**2, received, received**2
@@ -72,7 +80,8 @@ class ReceivedBatches(Agreement):
         if received >= 0 and self.num_active * received_squares != received**2:
             return True
         is_seen = seen < 0 or self.num_active * seen_squares == seen**2
-        return not self._has_warned and (num_miscounted > 0 or not is_seen)
+        has_warned = self._has_warned and not self._cut
+        return not has_warned and (num_miscounted > 0 or not is_seen)
 
     def report(self, context: PassContext) -> None:
         """See `Agreement.report`. Raises RankMismatchError, UsageError."""
@@ -83,6 +92,8 @@ class ReceivedBatches(Agreement):
             are_several = share is not None and share.are_of_several
             is_first = batches.is_in_first_pass
             own = batches.places, _described(share), are_several, number, is_first
+        if self._cut:
+            own = own[0], f"{' and '.join(map(str, self._cut))} samples", False, number, True
         found = allgather_for(self.comm, "places of loops", own)
         if len({row[3] for row in found}) > 1:
             where = "; ".join(f"rank {rank} at {row[0]}" for rank, row in enumerate(found))
@@ -96,9 +107,8 @@ class ReceivedBatches(Agreement):
                 "different numbers of batches."
             )
         what = "; ".join(f"rank {rank} {row[1]}" for rank, row in enumerate(found) if row[1])
-        text = (
-            f"{label}: {(_SEVERAL if any(row[2] for row in found) else _PROPORTION).format(what)}"
-        )
+        problem = _SEVERAL if any(row[2] for row in found) else _PROPORTION
+        text = f"{label}: {(_ACCUMULATED if self._cut else problem).format(what)}"
         if any(row[4] for row in found):
             raise UsageError(text)
         self._has_warned = True
@@ -132,4 +142,10 @@ _SEVERAL = (
     "on all ranks, and one weight cannot be right for a loss of each: {}. Use batch sizes that are "
     "multiples of the number of ranks, with drop_last=True; or, if the loss is one mean over the "
     "samples of all of them, call optimizer.set_weight(number_of_samples) before each backward()."
+)
+_ACCUMULATED = (
+    "several batches of micro_batches() are accumulated in one step, in which ranks have one "
+    "weight, and their parts are not in proportion on all ranks: {}. Give GlobalBatch() the "
+    "samples of a whole step, out of which it makes passes of local_batch samples; or call "
+    "micro_batches() outside of no_sync(), so that each batch has its own weights."
 )

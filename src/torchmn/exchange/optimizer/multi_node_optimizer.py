@@ -310,7 +310,8 @@ class MultiNodeOptimizer(WrappedOptimizer):
         The state differs between ranks: save it on every rank, between two steps or, with
         `no_sync`, between two backward passes of one step. On the same number of ranks each loads
         its own state and continues exactly; on another number see `reshard_state_dict`. Local;
-        waits for exchanges that are under way.
+        waits for exchanges that are under way. On a GPU it is *collective* after a step whose
+        gradients were not finite: all ranks raise that, or warn, before anything is saved.
         """
         self._block_reads.note_checkpoint()
         return resume.save(self.inner, self.schedule, self.reducer)

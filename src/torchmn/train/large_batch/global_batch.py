@@ -347,7 +347,9 @@ class GlobalBatch:
 
         Raises UsageError: the tensors have different numbers of samples; no optimizer was given to
         train with, and there is a multi-node optimizer of these ranks; ranks make different numbers
-        of passes (on all ranks), and the model has batch normalization over all ranks.
+        of passes (on all ranks), and the model has batch normalization over all ranks. The exchange
+        raises it, on all ranks, for several batches under `no_sync` whose parts are in no common
+        proportion.
         """
         if optimizer is None and training_steps(self.comm).count is not None and self.comm.size > 1:
             self._raise_if_training()
@@ -360,6 +362,7 @@ class GlobalBatch:
         is_sum = ours is not None and ours.reducer.exchange.reduction == "sum"
         if ours is not None and not is_sum:
             ours.set_weight(num_own)
+            ours.reducer.contribution.cut_sizes.append(num_own)
         num_passes = min(self._num_passes_of(num_own, ours), num_own)
         for index, part in enumerate(split(samples, num_passes) if num_own else []):
             begin, end = shard_bounds(num_own, num_passes, index, force_equal_length=False)
