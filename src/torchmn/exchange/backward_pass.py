@@ -25,10 +25,6 @@ class _Members:
         self.are_elsewhere = False
         """Whether one of them has begun another pass since."""
 
-    def add(self, passes: Passes) -> None:
-        """Add the optimizer of these passes."""
-        self.optimizers.add(passes)
-
     @property
     def share_next_pass(self) -> bool:
         """Whether several of them may exchange gradients in their next pass."""
@@ -40,9 +36,9 @@ class _OnCommunicator(_Members):
 
     num_made = 0
 
-    def add_new(self, passes: Passes) -> int:
+    def add(self, passes: Passes) -> int:
         """Add an optimizer that was just made; returns its number."""
-        self.add(passes)
+        self.optimizers.add(passes)
         self.are_elsewhere = False
         self.num_made += 1
         return self.num_made
@@ -78,8 +74,8 @@ class BackwardPass:
         none."""
         # Weak: only autograd may keep the callback alive, so that its release can be noticed.
         self._callback = weakref.ref(callback, lambda _: on_release())
-        self.members = _MEMBERS.setdefault(backward_id, _Members())
-        self.members.add(passes)
+        self.members = members = _MEMBERS.setdefault(backward_id, _Members())
+        members.optimizers.add(passes)
 
     @property
     def is_running(self) -> bool:
@@ -119,7 +115,7 @@ class Passes:
         """The pass that has begun and not ended."""
         self._members = _Members()  # of the last pass that ended
         self._on_communicator = _ON_COMMUNICATOR.setdefault(comm, _OnCommunicator())
-        self.number = self._on_communicator.add_new(self)
+        self.number = self._on_communicator.add(self)
         """The number of this optimizer among those that were made on its communicator."""
         self.is_joint = False
         """Whether other optimizers exchange gradients in the pass that is ending."""

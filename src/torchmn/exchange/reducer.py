@@ -427,7 +427,9 @@ class GradientReducer:
         passes.were_cleared = True
         if passes.current is not None:
             passes.clear()
-        self.contribution.zero_grad()
+        own = self.contribution
+        if own.has_counted or own.cut_sizes:
+            own.zero_grad()
 
     # ---- at the end of backward ----
 
