@@ -55,7 +55,12 @@ class BackwardPass:
     """A backward pass that has begun, from its first gradient on."""
 
     def __init__(
-        self, callback: AtEnd, on_release: Callable[[], None], *, packs_early: bool
+        self,
+        passes: Passes,
+        callback: AtEnd,
+        on_release: Callable[[], None],
+        *,
+        packs_early: bool,
     ) -> None:
         backward_id = current_graph_task_id()
         self.ids = {backward_id}
@@ -69,7 +74,8 @@ class BackwardPass:
         none."""
         # Weak: only autograd may keep the callback alive, so that its release can be noticed.
         self._callback = weakref.ref(callback, lambda _: on_release())
-        self.members = _MEMBERS.setdefault(backward_id, _Members())
+        self.members = members = _MEMBERS.setdefault(backward_id, _Members())
+        members.optimizers.add(passes)
 
     @property
     def is_running(self) -> bool:
@@ -113,8 +119,8 @@ class Passes:
         """The number of this optimizer among those that were made on its communicator."""
         self.is_joint = False
         """Whether other optimizers exchange gradients in the pass that is ending."""
-        self.were_cleared = False
-        """Whether gradients were cleared since they were exchanged."""
+        self.are_zeros = False
+        """Whether gradients were set to zeros, and not to None, since they were exchanged."""
         self.are_compared = False
         """Whether that pass found the parameters unchanged since they were laid out."""
 
@@ -139,8 +145,7 @@ class Passes:
         before another pass can begin.
         """
         self._members.are_elsewhere = self._on_communicator.are_elsewhere = True
-        self.current = BackwardPass(callback, on_release, packs_early=packs_early)
-        self.current.members.optimizers.add(self)
+        self.current = BackwardPass(self, callback, on_release, packs_early=packs_early)
         at_end_of_backward(callback)
         return self.current
 

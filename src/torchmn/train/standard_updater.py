@@ -28,9 +28,9 @@ class StandardUpdater:
         iterator: a `torchmn.SerialIterator`, or a DataLoader, whose epochs are passes over it;
             ``set_epoch`` of its sampler is called. If a `GlobalSampler` as its ``batch_sampler``
             gives this rank a batch without samples, the rank participates in the step with weight
-                0; the model is run only if it has batch normalization over ranks.
-            optimizer: any optimizer, also one of `create_multi_node_optimizer`.
-            model: called with the batch, it returns the loss. What it reports with
+            0; the model is run only if it has batch normalization over ranks.
+        optimizer: any optimizer, also one of `create_multi_node_optimizer`.
+        model: called with the batch, it returns the loss. What it reports with
             ``pytorch_pfn_extras.reporting.report(values, self)`` is observed as ``main/...``.
         loss_func: called in place of the model.
         device: where the batch is moved to; None does not move the batch.
