@@ -137,6 +137,8 @@ class Contribution:
                 is_joining=self.is_joining,
             )
             self.share = share if self.follows_batches and not self.is_set else None
+            if self.share is not None and self.share.num_all is not None:
+                self.mean_samples = self.share.num_all / self._size
 
     def _seen(self) -> Counted:
         if self.has_counted:
