@@ -67,6 +67,10 @@ def run_command(args: Sequence[str] | None) -> tuple[str, int]:
         if os.environ.get(TRACEBACK_VARIABLE):
             raise
         return str(error), 1 if isinstance(error, LaunchError) else 2
+    except FileNotFoundError:
+        if _has_working_directory():
+            raise
+        return "The working directory was removed: cd to one that exists.", 2
     except typer.Abort:
         raise KeyboardInterrupt from None
     except Exception as error:
@@ -76,6 +80,14 @@ def run_command(args: Sequence[str] | None) -> tuple[str, int]:
             raise
         return _with_value(error) or str(format_message()), 2
     return "", code if isinstance(code, int) else 0
+
+
+def _has_working_directory() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _with_value(error: Exception) -> str:

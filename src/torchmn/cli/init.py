@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from torchmn.base.errors import UnknownNameError, UsageError
-from torchmn.cli.options import values_of
+from torchmn.cli.options import SiteFile, values_of
 from torchmn.cli.submit import SCHEDULER_NAMES
 from torchmn.cluster.units import counted
 from torchmn.submit.settings import Settings
@@ -45,10 +45,7 @@ def init(
     walltime: Annotated[
         str, typer.Option(help="Time limit of the job as hours:minutes:seconds.")
     ] = "01:00:00",
-    site: Annotated[
-        Path | None,
-        typer.Option(help="Site file (default: torchmn.toml, else ~/.config/torchmn/site.toml)."),
-    ] = None,
+    site: SiteFile = None,
     force: Annotated[
         bool, typer.Option("--force", help="Replace files; the old ones are kept as NAME~.")
     ] = False,

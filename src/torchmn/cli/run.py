@@ -10,7 +10,7 @@ from typer.completion import show_callback
 
 from torchmn.base.log import LOG_VARIABLE, Log, use_level
 from torchmn.base.terminal import say
-from torchmn.cli.options import add_options, given
+from torchmn.cli.options import Args, Script, add_options, given
 from torchmn.cluster.environment_variables import split_words
 from torchmn.run.job import program_command, python_command
 from torchmn.run.plan import RunOptions, detect_existing_rank, plan_job
@@ -26,12 +26,8 @@ CONTEXT = {
 @add_options(TorchrunOptions)
 @add_options(RunOptions)
 def run(
-    target: Annotated[
-        str, typer.Argument(metavar="SCRIPT", help="The script, or a module with -m.")
-    ],
-    args: Annotated[
-        list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")
-    ] = None,
+    target: Script,
+    args: Args = None,
     is_dry: Annotated[
         bool, typer.Option("--dry-run", help="Print the commands without running them.")
     ] = False,
@@ -51,7 +47,6 @@ def run(
         str | None,
         typer.Option(
             "--print-completion",
-            help="torchrun's, as torchmn --show-completion.",
             hidden=True,
             is_eager=True,  # it needs no SCRIPT
             expose_value=False,

@@ -119,8 +119,8 @@ class Passes:
         """The number of this optimizer among those that were made on its communicator."""
         self.is_joint = False
         """Whether other optimizers exchange gradients in the pass that is ending."""
-        self.were_cleared = False
-        """Whether gradients were cleared since they were exchanged."""
+        self.are_zeros = False
+        """Whether gradients were set to zeros, and not to None, since they were exchanged."""
         self.are_compared = False
         """Whether that pass found the parameters unchanged since they were laid out."""
 

@@ -49,8 +49,9 @@ class Contribution:
         """Whether samples were ever counted, or a weight ever set."""
         self.share: Share | None = None
         """This rank's part of the batches in the exchange under way; None without loaders."""
-        self.cut_sizes: list[int] = []
-        """This rank's samples of the batches that were cut into passes since the last exchange."""
+        self.given_weights: list[float] = []
+        """The weights that the script gave for the passes since the last exchange, one after
+        another."""
         self._set_weight = self._set_samples = 0.0
         self._counted = self._squares = 0.0
         self._num_forwards = 0
@@ -152,7 +153,7 @@ class Contribution:
         if self._is_counted:
             self._last_counted = self._num_counted
         self.is_set = False
-        self.cut_sizes.clear()
+        self.given_weights.clear()
         self._forget_count()
         self._before_zero_grad, self.mean_samples, self.share = NOTHING, None, None
 
@@ -163,7 +164,7 @@ class Contribution:
         before it, of an evaluation or a batch that was left out, do not contribute to the
         gradients that follow.
         """
-        self.cut_sizes.clear()
+        self.given_weights.clear()
         if self.has_counted:
             self._before_zero_grad = Counted(self._counted, 1, self._counted**2)
             self._forget_count()

@@ -71,7 +71,7 @@ class MultiprocessParallelUpdater(StandardUpdater):
         loss_func: called in place of the model.
         timeout_s: the time limit of one exchange in seconds.
 
-        Raises UsageError, UnsupportedError: the arguments do not fit together.
+    Raises UsageError, UnsupportedError: the arguments do not fit together.
 
     `update` also raises LaunchError: a rank did not start; PeerLostError: a rank ended or raised
     an exception, with the launcher's report.

@@ -501,6 +501,33 @@ def test_two_optimizers_of_one_backward_pass_of_which_one_rank_takes_old_gradien
         run_ranks(rank_main, 2)
 
 
+def test_gradients_assigned_by_hand_beside_an_earlier_optimizer() -> None:
+    """No backward pass accumulates them: `step` exchanges them, and no pass is shared."""
+
+    def train(model, optimizer, rank, size):
+        for step in range(3):
+            loss = loss_of(model, batch(0, step)[rank::size])
+            gradients = torch.autograd.grad(loss, list(model.parameters()))
+            optimizer.zero_grad()
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+        return values(model)
+
+    def rank_main(comm):
+        other, model = mlp(), mlp()
+        earlier = create_multi_node_optimizer(sgd(other), comm, other)
+        loss_of(other, batch(comm.rank, 0)).backward()
+        earlier.step()
+        optimizer = create_multi_node_optimizer(sgd(model), comm, model, weight="samples")
+        return train(model, optimizer, comm.rank, comm.size)
+
+    alone = mlp()
+    train(alone, sgd(alone), 0, 1)
+    for result in run_ranks(rank_main, 2):
+        assert near(result, values(alone))
+
+
 def test_two_optimizers_of_one_backward_pass_of_which_one_has_none_later() -> None:
     """On all ranks, so that it is late on all of them."""
 

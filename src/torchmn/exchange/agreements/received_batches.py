@@ -5,8 +5,8 @@ is chosen by a rank's own random numbers makes a rank exchange gradients of anot
 others; at the end of the epoch the ranks then wait until a time limit. A model that sees samples
 that are not in the batch, or not all of them, makes means with wrong weights.
 
-Batches that `micro_batches` has cut into passes, and that a script accumulates, have one weight. It
-is right if each rank has the same fraction of every one of them, which their sizes show.
+Passes that a script accumulates have one weight. If it gave them several, by `set_weight` or
+`micro_batches`, that is right if they are in one proportion on all ranks.
 
 Batches are compared if loops train with each batch before they request the next one, in the thread
 that trains: no exchange so far had more than one new batch. The samples of forward are compared
@@ -37,7 +37,7 @@ class ReceivedBatches(Agreement):
     """Compares the batches of an exchange. One object for each set of buckets.
 
     The values are: 1 on a rank for which no weight is right; a number for the samples that forward
-    saw, or for the proportion of accumulated batches, and its square; a number for the batches
+    saw, or for the proportion of the weights given, and its square; a number for the batches
     received, and its square. With the squares the sums show whether all ranks have the same number.
     """
 
@@ -46,14 +46,14 @@ class ReceivedBatches(Agreement):
     def __init__(self, contribution: Contribution, *, compares_counts: bool) -> None:
         self._contribution, self._compares_counts = contribution, compares_counts
         self._own: tuple[int, Share | None] = (0, None)
-        self._cut: Sequence[int] = ()
+        self._given: Sequence[float] = ()
         self._has_warned = False
 
     def begin(self, context: PassContext) -> None:
         """See `Agreement.begin`."""
         own = self._contribution
-        self._cut = [*own.cut_sizes] if len(own.cut_sizes) > 1 else ()
-        self.is_idle = own.batches is None and not self._cut
+        self._given = [*own.given_weights] if len(own.given_weights) > 1 else ()
+        self.is_idle = own.batches is None and not self._given
 
     def contribute(self, context: PassContext) -> Sequence[float]:
         """See `Agreement.contribute`."""
@@ -66,8 +66,8 @@ class ReceivedBatches(Agreement):
         seen = received = UNKNOWN
         if share is not None and share.seen is not None and not own.is_joining:
             seen = float(share.seen % largest)
-        if any(self._cut) and not own.is_joining:
-            ratio = [size // math.gcd(*self._cut) for size in self._cut]
+        if any(self._given) and not own.is_joining:
+            ratio = [round(weight / max(self._given), 9) for weight in self._given]
             seen = float(zlib.crc32(repr(ratio).encode()) % largest)
         if batches is not None and batches.is_number_compared:
             received = float(batches.number % largest)
@@ -80,7 +80,7 @@ class ReceivedBatches(Agreement):
         if received >= 0 and self.num_active * received_squares != received**2:
             return True
         is_seen = seen < 0 or self.num_active * seen_squares == seen**2
-        has_warned = self._has_warned and not self._cut
+        has_warned = self._has_warned and not self._given
         return not has_warned and (num_miscounted > 0 or not is_seen)
 
     def report(self, context: PassContext) -> None:
@@ -92,8 +92,8 @@ class ReceivedBatches(Agreement):
             are_several = share is not None and share.are_of_several
             is_first = batches.is_in_first_pass
             own = batches.places, _described(share), are_several, number, is_first
-        if self._cut:
-            own = own[0], f"{' and '.join(map(str, self._cut))} samples", False, number, True
+        if self._given:
+            own = own[0], " and ".join(f"{each:g}" for each in self._given), False, number, True
         found = allgather_for(self.comm, "places of loops", own)
         if len({row[3] for row in found}) > 1:
             where = "; ".join(f"rank {rank} at {row[0]}" for rank, row in enumerate(found))
@@ -108,7 +108,7 @@ class ReceivedBatches(Agreement):
             )
         what = "; ".join(f"rank {rank} {row[1]}" for rank, row in enumerate(found) if row[1])
         problem = _SEVERAL if any(row[2] for row in found) else _PROPORTION
-        text = f"{label}: {(_ACCUMULATED if self._cut else problem).format(what)}"
+        text = f"{label}: {(_ACCUMULATED if self._given else problem).format(what)}"
         if any(row[4] for row in found):
             raise UsageError(text)
         self._has_warned = True
@@ -144,8 +144,9 @@ _SEVERAL = (
     "samples of all of them, call optimizer.set_weight(number_of_samples) before each backward()."
 )
 _ACCUMULATED = (
-    "several batches of micro_batches() are accumulated in one step, in which ranks have one "
-    "weight, and their parts are not in proportion on all ranks: {}. Give GlobalBatch() the "
-    "samples of a whole step, out of which it makes passes of local_batch samples; or call "
-    "micro_batches() outside of no_sync(), so that each batch has its own weights."
+    "passes are accumulated in one step, in which each rank has one weight, and set_weight() or "
+    "micro_batches() gave them weights that are not in proportion on all ranks: {}. Accumulate "
+    "outside of no_sync(), so that each pass has its own exchange and weights; or let the losses "
+    "of a step be one mean: call set_weight() once, with what it is a mean over, or give "
+    "GlobalBatch() the samples of a whole step, which it cuts into passes of local_batch samples."
 )

@@ -199,7 +199,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
     @not_compiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients as the inner optimizer does, and drop means not yet applied. Local."""
-        self.reducer.on_zero_grad()
+        self.reducer.on_zero_grad(keeps_zeros=not set_to_none)
         in_groups = chain.from_iterable(map(itemgetter("params"), self.inner.param_groups))
         if self._in_groups.ids != [*map(id, in_groups)]:  # `have_changed`, without its call
             self._follow_groups()

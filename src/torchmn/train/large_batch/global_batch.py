@@ -361,8 +361,7 @@ class GlobalBatch:
         ours = optimizer if isinstance(optimizer, MultiNodeOptimizer) else None
         is_sum = ours is not None and ours.reducer.exchange.reduction == "sum"
         if ours is not None and not is_sum:
-            ours.set_weight(num_own)
-            ours.reducer.contribution.cut_sizes.append(num_own)
+            ours.sample_weights.set(num_own, is_of_new_batch=True)
         num_passes = min(self._num_passes_of(num_own, ours), num_own)
         for index, part in enumerate(split(samples, num_passes) if num_own else []):
             begin, end = shard_bounds(num_own, num_passes, index, force_equal_length=False)

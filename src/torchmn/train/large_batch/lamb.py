@@ -31,6 +31,7 @@ from torchmn.train.large_batch.trust_ratio import (
 
 class LAMB(TrustRatioOptimizer):
     """Adam with layer-wise adaptive rates (You et al. 2019, arXiv 1904.00962). Local.
+
     Args:
         params: parameters, or groups of them.
         lr: the global rate; scale it with the square root of the batch (`SquareRootScaling`).

@@ -31,6 +31,7 @@ from torchmn.train.large_batch.trust_ratio import (
 
 class LARS(TrustRatioOptimizer):
     """SGD with momentum and layer-wise adaptive rates (You et al. 2017, arXiv 1708.03888). Local.
+
     Args:
         params: parameters, or groups of them.
         lr: the global rate; for large batches well above that of SGD, with a warm-up.
