@@ -5,9 +5,10 @@
 
 Two ranks over NCCL, which share the GPU if there is one only: times then say what the host costs
 and how much memory is used, and nothing about NCCL between GPUs. Sides of a comparison take turns
-in the same processes. Slow links are those of test hosts (root), one rank on each. What no time was
-left for, or has failed, is listed with the reason. The figures are appended to
-``records/gpu.jsonl``. Without a GPU it says so and returns 0.
+in the same processes. Slow links are those of test hosts, one rank on each; without root the kernel
+paces the connections of ranks of one host. What no time was left for, or has failed, is listed with
+the reason. The figures are appended to ``records/gpu.jsonl``. Without a GPU it says so and returns
+0.
 """
 
 from __future__ import annotations

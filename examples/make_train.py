@@ -96,9 +96,9 @@ def cpu_seconds_of_children() -> float:
 
 
 def environment() -> dict[str, str]:
-    """Ours, with bytecode kept: setup leaves it to the first process that imports a module.
+    """This process's environment, but keeping bytecode, which setup has not written yet.
 
-    Where workers cannot be bound to cores, one thread each is as near as it gets.
+    Where workers cannot be bound to cores, each gets one thread.
     """
     kept = {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}
     return kept if hasattr(os, "sched_setaffinity") else {**kept, "OMP_NUM_THREADS": "1"}

@@ -21,6 +21,7 @@ from rank_processes import Job, end_ranks, request, start_ranks
 from record import Bar, median_bar, ratio_bar
 from tests.all.gpu.check import ON_ONE_HOST
 
+from gpu.paced_ranks import paced_ranks
 from gpu.training import BLOCK_STEPS, IS_SMOKE
 from torchmn.cluster.environment_variables import SHARE_GPU_VARIABLE
 
@@ -202,11 +203,6 @@ def speed_bars(what: str, seconds: Mapping[str, Sequence[float]]) -> list[Bar]:
 
 
 def links(run: Run) -> list[Bar]:
-    from tests.netlab import missing_requirement
-
-    if reason := missing_requirement():
-        run.not_run["slow links"] = reason
-        return []
     with tempfile.TemporaryDirectory(prefix="torchmn-bench-") as folder:
         # A process of its own: its hosts are removed when it is killed, at the end of the time.
         left_s = str(run.left_s * (1.0 if run.is_last else SHARE_OF_LINKS))
@@ -214,7 +210,7 @@ def links(run: Run) -> list[Bar]:
     if found is None:
         return []
     run.not_run |= found["not_run"]
-    run.facts["links"] = found["route"]
+    run.facts["links"] = f"{found['route']}; {found['made_by']}"
     bars = []
     for what, rates in found["rates"].items():
         bars += link_bars(what, rates)
@@ -226,11 +222,13 @@ def links(run: Run) -> list[Bar]:
 
 def measure_links(out: str, left_s: str) -> None:
     """Tokens per second and parts of a step of all sides, written when a link is done."""
-    from tests.netlab import netlab
+    from tests.netlab import missing_requirement, netlab
 
     deadline_s = time.monotonic() + float(left_s)
-    found: dict[str, Any] = {"rates": {}, "parts": {}, "not_run": {}, "route": ""}
-    with netlab(NUM_RANKS, None) as lab:
+    why_not = missing_requirement()
+    made_by = f"paced connections of one host, for {why_not}" if why_not else "test hosts"
+    found: dict[str, Any] = {"rates": {}, "parts": {}, "not_run": {}, "made_by": made_by}
+    with paced_ranks(NUM_RANKS) if why_not else netlab(NUM_RANKS, None) as lab:
         for number, (model, rate, sides) in enumerate(LINKS[:2] if IS_SMOKE else LINKS):
             what = f"{model} over {rate}"
             if time.monotonic() > deadline_s - 2 * LEAST_S:

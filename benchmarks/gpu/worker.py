@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gpu.paced_ranks import PACE, VARIABLE, pace
 from gpu.training import BLOCK_STEPS, IS_SMOKE, Training, synchronize
 
 NUM_WARM_UP = 3
@@ -167,7 +168,8 @@ _PARTS = {"speed": speed, "waits": waits, "memory": memory}
 def serve(model: str, *sides: str) -> None:
     """Build all sides, print "ready", then make steps on request.
 
-    A request is a line of a side, a number of steps, and ``recorded`` or ``plain``.
+    A request is a line of a side, a number of steps, and ``recorded`` or ``plain``; or of ``pace``
+    and bytes per second, for `paced_ranks`.
     """
     import torchmn
 
@@ -176,13 +178,19 @@ def serve(model: str, *sides: str) -> None:
     torch.backends.cuda.matmul.allow_tf32 = True
     torch.backends.cudnn.benchmark = True
     dist.init_process_group("gloo")  # DDP's too: NCCL would need a GPU of its own for each rank
-    comm = torchmn.create_communicator("auto", timeout_s=TIMEOUT_S * 5, quiet=True)
+    topology = torchmn.Topology.blocks([1, 1]) if VARIABLE in os.environ else None
+    comm = torchmn.create_communicator(
+        "auto", timeout_s=TIMEOUT_S * 5, quiet=True, topology=topology
+    )
     trainings = {side: Training(side, model, comm, None) for side in sides}
     for training in trainings.values():
         training.step()
     print(json.dumps("ready"), file=answers, flush=True)
     for line in sys.stdin:
         side, count, how = line.split()
+        if side == PACE:
+            print(json.dumps(pace(int(count))), file=answers, flush=True)
+            continue
         training, num_steps, parts = trainings[side], int(count), {}
         if how == "recorded":
             seconds, parts = _recorded(training, comm, num_steps)

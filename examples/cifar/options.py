@@ -34,9 +34,9 @@ def parse_options(description: str, *, communicator: str | None = None) -> argpa
     add("--no_snapshot", action="store_true", help="write no snapshots")
     add("--dataset", default="cifar10", choices=["cifar10", "digits", "mnist"], help="images")
     add("--data-root", help="folder or file that has them")
-    add("--download", action="store_true", help="fetch them if they are not there")
+    add("--download", action="store_true", help="download them if they are missing")
     add("--model", default="vgg", choices=NETWORKS, help="network")
-    add("--seed", type=int, default=0, help="of parameters, dropout and the order of images")
+    add("--seed", type=int, default=0, help="seed of parameters, dropout and the order of images")
     if communicator is not None:
         add("--communicator", default=communicator, help="route of the mean")
         add("--checkpoint", help="folder of checkpoints: resume from it and save after every epoch")
@@ -48,7 +48,7 @@ def parse_options(description: str, *, communicator: str | None = None) -> argpa
 
 
 def load(options: argparse.Namespace, comm: Communicator | None = None) -> ImageData:
-    """The images, normalised; 32 x 32 in three colours for VGG. Prints where they are from."""
+    """The images, normalized; 32 x 32 in three colours for VGG. Prints where they are from."""
     images = load_images(
         options.dataset, options.data_root, download=options.download, comm=comm
     ).normalised()
@@ -81,7 +81,7 @@ def build(options: argparse.Namespace, images: ImageData) -> Classifier:
 
 
 def build_optimizer(options: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
-    """As in Chainer's example: momentum, and weight decay on everything."""
+    """SGD with momentum, and weight decay on all parameters, as in Chainer's example."""
     return torch.optim.SGD(
         model.parameters(), lr=options.learnrate, momentum=0.9, weight_decay=5e-4
     )

@@ -36,7 +36,7 @@ def main() -> None:
     add("dataset", choices=["cifar10", "mnist"], help="images")
     add("--out", type=Path, default=Path("data"), help="folder to write to")
     add("--data-root", help="folder or file of the archives")
-    add("--download", action="store_true", help="fetch them if they are not there")
+    add("--download", action="store_true", help="download them if they are missing")
     add("--mirror", help="address to download from instead of the official one")
     add("--images", type=int, help="write the first images of each part only")
     options = parser.parse_args()

@@ -31,7 +31,7 @@ NUM_CLASSES = 10
 
 
 class Network(nn.Module):
-    """Its inputs are pixels of 0 to 255, less the mean."""
+    """A residual network, whose inputs are pixels of 0 to 255 minus the mean."""
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__()

@@ -230,7 +230,7 @@ def _tensors(part: RawImages) -> TensorDataset:
 
 
 def _read_digits() -> RawImageSet:
-    """The file that ``load_digits`` reads: to import scikit-learn takes two seconds."""
+    """Read the file of ``load_digits``, since importing scikit-learn takes two seconds."""
     package = importlib.util.find_spec("sklearn")
     if package is None or package.origin is None:
         raise DataError(

@@ -141,7 +141,7 @@ class Photos(Dataset[tuple[Tensor, Tensor]]):
     """Photos (3, size, size) of bytes in the order blue, green, red, and their labels.
 
     What is random in a photo depends on the seed, ``epoch`` and its number, and on nothing else. A
-    DataLoader needs ``collate_fn=whole_batch``, for batches are read as such. They are in
+    DataLoader needs ``collate_fn=whole_batch``, since batches are read whole. They are in
     channels-last memory.
     """
 
@@ -188,7 +188,7 @@ class Photos(Dataset[tuple[Tensor, Tensor]]):
 
 
 def batch_of_bytes(*shape: int) -> Tensor:
-    """Without values; in a process of a DataLoader, in memory that the training loop shares."""
+    """An empty batch; in a worker of a DataLoader, in memory that the training loop shares."""
     if get_worker_info() is None:
         return torch.empty(shape, dtype=torch.uint8)
     storage = torch.UntypedStorage._new_shared(math.prod(shape))  # as default_collate does
@@ -203,7 +203,7 @@ def whole_batch(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 def _resize(pixels: np.ndarray, region: Region, reduction: int, into: np.ndarray) -> None:
     """Write a region of an image that was decoded to a smaller size.
 
-    As ``interpolate(mode="bilinear", antialias=True)``, but without the copies: half of the time.
+    As ``interpolate(mode="bilinear", antialias=True)``, but in half the time, without its copies.
     """
     height, width = region.height // reduction, region.width // reduction
     top = min(round(region.top / reduction), len(pixels) - height)

@@ -32,7 +32,7 @@ def sequences(number: int, seed: int) -> list[dict[str, object]]:
 
 
 def accuracy(prediction: EvalPrediction) -> dict[str, float]:
-    """Over the gathered predictions of all ranks."""
+    """The accuracy over the gathered predictions of all ranks."""
     right = prediction.predictions.argmax(1) == prediction.label_ids
     return {"accuracy": float(right.mean()), "number": len(right)}
 

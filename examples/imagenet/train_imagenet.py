@@ -119,7 +119,7 @@ def main() -> None:
 
 
 def build(options: argparse.Namespace, num_classes: int, comm: Communicator) -> ImageNetResNet:
-    """The same on all ranks, for they have the same seed."""
+    """The network, equal on all ranks, since they have the same seed."""
     model = ImageNetResNet(options.arch, num_classes, options.model_width, zero_init_residual=True)
     if options.weights:
         model.load_state_dict(torch.load(options.weights, map_location="cpu", weights_only=True))
@@ -129,7 +129,7 @@ def build(options: argparse.Namespace, num_classes: int, comm: Communicator) -> 
 
 
 class Network(nn.Module):
-    """Bytes in the order blue, green, red to logits in float32."""
+    """A network from bytes in the order blue, green, red to logits in float32."""
 
     def __init__(self, options: argparse.Namespace, model: nn.Module, device: torch.device) -> None:
         super().__init__()

@@ -34,7 +34,7 @@ def parse_options() -> argparse.Namespace:
     add("--layers", type=int, default=4)
     add("--width", type=int, default=128)
     add("--heads", type=int, default=4)
-    add("--learnrate", type=float, default=1e-3, help="of AdamW, after the warm-up")
+    add("--learnrate", type=float, default=1e-3, help="learning rate of AdamW, after the warm-up")
     add("--steps", type=int, default=1000)
     add("--eval", type=int, default=100, help="steps between two validations")
     add("--out", default="result", help="folder of the checkpoints")

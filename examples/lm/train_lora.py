@@ -43,16 +43,16 @@ def parse_options() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--model", help="folder or hub's name of a causal language model; default: a small one")
-    add("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the base model")
+    add("--dtype", default="float32", choices=("float32", "bfloat16"), help="base model type")
     add("--data", type=Path, help="a text, maybe .gz; by default the text of a program")
-    add("--rank", type=int, default=16, help="of the adapters, which all linear layers have")
+    add("--rank", type=int, default=16, help="rank of the adapters of all linear layers")
     add("--schedule", default="diloco", choices=SCHEDULES, help="what is exchanged, and when")
-    add("--codec", default="float32", choices=CODECS, help="the form in which it is sent")
+    add("--codec", default="float32", choices=CODECS, help="form in which adapters are sent")
     add("--block", type=int, default=20, help="steps between two exchanges of adapters")
     add("--communicator", default="auto", help="route of the mean; auto encodes between hosts only")
     add("--batchsize", type=int, default=8, help="sequences of a step, over all ranks")
     add("--length", type=int, default=128, help="tokens of a sequence")
-    add("--learnrate", type=float, default=3e-3, help="of AdamW, after the warm-up")
+    add("--learnrate", type=float, default=3e-3, help="learning rate of AdamW, after the warm-up")
     add("--steps", type=int, default=200)
     add("--eval", type=int, default=50, help="steps between two validations")
     add("--out", type=Path, default="result", help="folder of checkpoints and adapters")
@@ -84,7 +84,7 @@ def load_base(options: argparse.Namespace) -> tuple[Any, Callable[[bytes], Tenso
 
 
 class Adapters:
-    """What a checkpoint holds of the model: the base never changes."""
+    """The part of the model that a checkpoint holds: the base never changes."""
 
     def __init__(self, model: PeftModel) -> None:
         self._model = model

@@ -49,9 +49,9 @@ def parse_options() -> argparse.Namespace:
     add("--no_snapshot", action="store_true", help="write no snapshots")
     add("--dataset", default="mnist", choices=["mnist", "digits"], help="images")
     add("--data-root", help="folder or file that has them")
-    add("--download", action="store_true", help="fetch them if they are not there")
+    add("--download", action="store_true", help="download them if they are missing")
     add("--model", default="small", choices=["small", "mlp"], help="network")
-    add("--seed", type=int, default=0, help="of parameters, dropout and the order of images")
+    add("--seed", type=int, default=0, help="seed of parameters, dropout and the order of images")
     options = parser.parse_args()
     if min(options.epoch, options.batchsize) < 1:
         raise UsageError("--epoch and --batchsize must be at least 1.")

@@ -39,8 +39,8 @@ def parse_options() -> argparse.Namespace:
     add("--model-workers", type=int, default=2, help="workers that share one network, 1 to 3")
     add("--dataset", default="mnist", choices=["mnist", "digits"], help="images")
     add("--data-root", help="folder or file that has them")
-    add("--download", action="store_true", help="fetch them if they are not there")
-    add("--seed", type=int, default=0, help="of parameters and the order of images")
+    add("--download", action="store_true", help="download them if they are missing")
+    add("--seed", type=int, default=0, help="seed of parameters and the order of images")
     return parser.parse_args()
 
 

@@ -38,8 +38,8 @@ def parse_options() -> argparse.Namespace:
     add("--learnrate", type=float, default=0.05, help="learning rate")
     add("--dataset", default="mnist", choices=["mnist", "digits"], help="images")
     add("--data-root", help="folder or file that has them")
-    add("--download", action="store_true", help="fetch them if they are not there")
-    add("--seed", type=int, default=0, help="of parameters and the order of images")
+    add("--download", action="store_true", help="download them if they are missing")
+    add("--seed", type=int, default=0, help="seed of parameters and the order of images")
     add("--out", help="file for the whole model's state, which one process can load")
     return parser.parse_args()
 
@@ -61,7 +61,7 @@ def network(comm: torchmn.Communicator, side: int) -> nn.Sequential:
 
 
 def accuracy(model: nn.Module, comm: torchmn.Communicator, images: DataLoader[Tensor]) -> float:
-    """Of the test images; all workers read them."""
+    """The accuracy on the test images, which all workers read."""
     num_right = num_seen = 0
     with torch.no_grad():
         for x, labels in images:

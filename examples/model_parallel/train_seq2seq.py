@@ -66,7 +66,7 @@ def parse_options() -> argparse.Namespace:
     add("--microbatches", type=int, default=4, help="parts of the batch of a pair of ranks")
     add("--schedule", default="1f1b", choices=["1f1b", "gpipe"], help="order of the micro-batches")
     add("--learnrate", type=float, default=0.005, help="learning rate")
-    add("--seed", type=int, default=0, help="of parameters and data")
+    add("--seed", type=int, default=0, help="seed of parameters and data")
     return parser.parse_args()
 
 

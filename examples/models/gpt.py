@@ -1,7 +1,7 @@
 """A GPT-style language model.
 
 Radford et al., *Language Models are Unsupervised Multitask Learners*, 2019: normalization before
-each part, and the last projections of all parts initialised smaller by the square root of their
+each part, and the last projections of all parts initialized smaller by the square root of their
 number.
 """
 
@@ -38,9 +38,9 @@ class GPT(nn.Module):
     """Predicts each token from those before it: (batch, length) to (batch, length, tokens).
 
     Args:
-        num_tokens: of the vocabulary; 256 for bytes.
+        num_tokens: size of the vocabulary; 256 for bytes.
         length: the most tokens of a sequence.
-        num_layers, width, num_heads: of the model.
+        num_layers, width, num_heads: layers, features and attention heads of the model.
     """
 
     def __init__(

@@ -22,8 +22,8 @@ class ImageNetResNet(nn.Module):
 
     Args:
         arch: one of `LAYOUTS`; resnet50 has 25,557,032 parameters.
-        num_classes: of the logits.
-        width: channels of the first stage; 64 but for tests.
+        num_classes: the number of logits.
+        width: channels of the first stage; 64 except in tests.
         zero_init_residual: begin with blocks that are the identity (Goyal et al., arXiv 1706.02677,
             section 5.1).
     """
@@ -102,5 +102,5 @@ class Block(nn.Module):
 
 
 def convolution(in_channels: int, out_channels: int, kernel: int, stride: int) -> nn.Conv2d:
-    """Without bias, which normalization would remove, and with the edges padded."""
+    """A convolution without bias, which normalization would remove, and with padded edges."""
     return nn.Conv2d(in_channels, out_channels, kernel, stride, padding=kernel // 2, bias=False)

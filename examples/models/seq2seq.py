@@ -21,7 +21,7 @@ State = tuple[Tensor, ...]
 
 
 class Translator(nn.Module, ABC):
-    """Tokens of a segment to scores of the tokens of its translation."""
+    """Maps tokens of a segment to scores of the tokens of its translation."""
 
     def __init__(self, num_tokens: int, width: int, dropout: float) -> None:
         super().__init__()

@@ -45,17 +45,21 @@ def parse_options() -> argparse.Namespace:
     add("--source", default="en", help="language to translate from: the ending of its files")
     add("--target", default="de", help="language to translate into")
     add("--model", default="lstm", choices=NETWORKS, help="network")
-    add("--width", type=int, default=256, help="of embeddings and hidden layers")
-    add("--layers", type=int, help="of encoder and decoder; 1 for lstm, 3 for transformer if None")
+    add("--width", type=int, default=256, help="width of embeddings and hidden layers")
+    add(
+        "--layers",
+        type=int,
+        help="layers of each half (default: 1 for lstm, 3 for transformer)",
+    )
     add("--dropout", type=float, default=0.3, help="probability")
     add("--vocabulary", type=int, default=6000, help="tokens of both languages together")
     add("--epoch", type=int, default=15, help="number of epochs")
     add("--batchsize", type=int, default=128, help="segments per step, of all workers together")
     add("--learnrate", type=float, default=0.001, help="highest learning rate of Adam")
-    add("--warmup", type=int, default=400, help="steps until it is reached")
+    add("--warmup", type=int, default=400, help="steps until the learning rate is reached")
     add("--smoothing", type=float, default=0.1, help="label smoothing")
     add("--beam", type=int, default=5, help="width of the search on the test set")
-    add("--seed", type=int, default=0, help="of parameters, dropout and the order of segments")
+    add("--seed", type=int, default=0, help="seed of parameters, dropout and the order of segments")
     add("--communicator", default="auto", help="route of the mean")
     add("--checkpoint", help="folder of checkpoints: resume from it and save after every epoch")
     options = parser.parse_args()

@@ -27,7 +27,7 @@ from models import MLP
 
 @dataclass
 class Options:
-    """Of the training."""
+    """Options of the training."""
 
     learning_rate: float = 0.05
     epochs: int = 3
@@ -39,7 +39,7 @@ ConfigStore.instance().store(name="options", node=Options)
 
 @hydra.main(version_base=None, config_name="options")
 def main(options: Options) -> None:
-    """Each rank."""
+    """What each rank runs."""
     comm = torchmn.create_communicator()
     folder = Path(comm.bcast_obj(HydraConfig.get().runtime.output_dir))
     torch.manual_seed(0)

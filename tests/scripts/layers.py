@@ -182,7 +182,7 @@ def lazy_layers(worker: Worker) -> nn.Module:
 @script(
     "Lazy layers, wrapped before their first forward pass",
     **everywhere(
-        Refused("not initialised", cure="run one batch through the model first", on_one_rank=True)
+        Refused("not initialized", cure="run one batch through the model first", on_one_rank=True)
     ),
 )
 def lazy_layers_wrapped_too_early(worker: Worker) -> nn.Module:

@@ -177,7 +177,7 @@ class MultiNodeCheckpointer:
     def finish(self) -> None:
         """Wait until everything is written. *Collective.*
 
-        Raises DataError: the last checkpoint could not be written; RankMismatchError: as `save`.
+        Raises DataError: the last checkpoint could not be written; RankMismatchError: as in `save`.
         """
         self._wait()
         self._handle_outcome(is_last=True)
@@ -276,7 +276,7 @@ class MultiNodeCheckpointer:
 
         Raises:
             DataError: there are checkpoints, but none is valid; the message has all reasons.
-            UsageError: it was saved with other names of objects.
+            UsageError: it was saved with different names for the objects.
         """
         self._raise_if_unusable()
         self._wait()

@@ -93,6 +93,8 @@ def create_multi_node_checkpointer(
     grid = comm if isinstance(comm, Grid) else None
     comm = comm.comm if isinstance(comm, Grid) else comm
     _check(name, keep, best, check_replicas, on_failure)
+    # The number is compared, too: hosts may give one name different numbers, and files of some
+    # ranks would belong to another group.
     gid, problem = _gid_of(group)
     options = {"path": str(path), "name": name, "keep": keep, "best": repr(best), "group": group}
     options |= {"check_replicas": check_replicas, "on_failure": on_failure, "number of group": gid}
@@ -181,6 +183,7 @@ def _own(comm: Communicator, access: FolderStorage) -> FolderOwner | None:
         answer = "owned", ""
         if owner is not None:
             try:
+                # Shorter than the time limit of the broadcast in which the other ranks wait.
                 answer = owner.attempt(comm.timeout_s / 4)
             except OSError as error:
                 text = f"{error.filename or access.folder}: {error.strerror or error}"
@@ -206,6 +209,7 @@ def _is_writable(comm: Communicator, access: FolderStorage) -> bool:
             access.make_folder(where, parents=True)
             for old in where.glob(f"{_TOKEN}*"):  # of jobs that were killed during this check
                 old.unlink(missing_ok=True)
+            # A new file and not the folder: each host may have a local folder of this name.
             access.make_file(where / token, b"")
         except OSError as error:
             problem = f"{error.filename or where}: {error.strerror} (errno {error.errno})"

@@ -64,6 +64,7 @@ def parse(raw: bytes) -> Manifest:
     frame = _FRAME.fullmatch(raw)
     if frame is None:
         raise DataError("manifest.json is damaged: it does not have the form of a manifest")
+    # The bytes as they are, not JSON written again: floats and key order need not be reproduced.
     if digest(frame[2]) != frame[1].decode():
         raise DataError("manifest.json is damaged: it does not match its checksum")
     try:
@@ -140,6 +141,7 @@ def checkpoints_to_delete(
     if best is not None:
         sign = 1 if best.mode == "max" else -1
         rated = [(sign * m.metric, order_of(n), n) for n, m in good.items() if m.metric is not None]
+        # Of equal values the newest: names are ordered by revision and step after the metric.
         kept.update(name for _, _, name in sorted(rated)[-1:])
     oldest = min(order_of(name) for name in kept)
     delete = [name for name in ordered if name not in kept]

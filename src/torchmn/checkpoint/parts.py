@@ -98,6 +98,7 @@ class _Piece:
             self._begin = [0] * len(like["shape"])
         else:
             own = describe_part(self._target)
+            # On the CPU, as what is read: the device gets the complete part once, in `result`.
             self._wanted = torch.empty(own[PART].shape, dtype=dtype, device="cpu")
             self._begin = own["offsets"]
         self._shape = list(like["shape"])

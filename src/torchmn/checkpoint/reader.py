@@ -57,6 +57,7 @@ class SavedCheckpoint:
             {
                 name: self._checksum(file, name)
                 for name, file in self._places(rank, label)
+                # Parts of DTensors differ by design: `parts` puts them together from all ranks.
                 if f"/{PART}" not in name
             }
             for rank in ranks
@@ -65,9 +66,9 @@ class SavedCheckpoint:
             if other != held[0]:
                 odd = sorted(n for n in {*other, *held[0]} if other.get(n) != held[0].get(n))
                 raise UsageError(
-                    f"{self.name} was saved by {len(ranks)} ranks for each model, of which each "
-                    f"had its own {', '.join(odd[:3])}: these are no parts of DTensors, so that "
-                    f"only a grid of axes {self.grid()} can load them, with another first axis."
+                    f"{self.name} was saved by {len(ranks)} ranks per model, which had different "
+                    f"values of {', '.join(odd[:3])}. These are not parts of DTensors: only a grid "
+                    f"with axes {self.grid()} loads them; the size of its first axis may differ."
                 )
 
     def optimizer_of(self, rank: int, label: str) -> str:
@@ -83,6 +84,7 @@ class SavedCheckpoint:
         places = self._places(rank, label)
         body = self._rank(rank).objects[label].body
         try:
+            # A valid checksum does not make the content valid: another program may have written it.
             kinds = list(object_codec.kinds_of(body))
         except (KeyError, TypeError, ValueError, IndexError, RecursionError) as error:
             raise DataError(f"rank{rank:04d}.json does not describe a state: {error}") from error
@@ -153,6 +155,8 @@ class SavedCheckpoint:
     def _open(self, file: str) -> FileReader:
         reader = self._storage.open(self.name, file)
         nbytes = self.manifest.files[file].nbytes
+        # Before anything is read: a file that was cut, or is not complete on this host yet, has no
+        # header that could be trusted.
         if reader.nbytes != nbytes:
             reader.close()
             raise DataError(f"{file} has {reader.nbytes} bytes instead of {nbytes}")

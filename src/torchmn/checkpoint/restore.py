@@ -84,6 +84,8 @@ class RestoreOperation:
                 theirs = self._old_states.get(label, [self._states.get(label)])[0]
                 raise_if_other_optimizer(obj, theirs, saved.optimizer_of(source, label))
         self._random = saved.state_of(comm.rank if comm.rank < num_old else 0, RANDOM)
+        # Loading changes objects one by one. What is wrong must be found before that, while all
+        # ranks can still reject the checkpoint.
         rng_state.check(self._random)
 
     def load(self, state: Mapping[str, Stateful]) -> Exception | None:
@@ -102,6 +104,7 @@ class RestoreOperation:
                 else:
                     theirs = self._states.pop(label)
                 obj.load_state_dict(theirs)
+            # Last, since `load_state_dict` of an object may draw random numbers.
             rank_seeds.restore(self._random, self._manifest.step, comm, self._manifest.world_size)
         except Exception as error:  # reported to the other ranks before it is raised
             return error

@@ -98,6 +98,7 @@ class ShardReader:
         if not 0 <= begin <= end <= self._file.nbytes - self._begin:
             raise DataError(f"{self._name} ends before its tensor '{tensor}'")
         try:
+            # torch reports memory that it cannot allocate as RuntimeError, not as MemoryError.
             memory = torch.empty(end - begin, dtype=torch.uint8, device="cpu")
         except RuntimeError as error:
             raise DataError(

@@ -100,6 +100,7 @@ class Writer:
         if not problems and len(steps) > 1:
             problems = [f"the ranks save different steps: {[each['step'] for each in gathered]}"]
         if problems or request.copy is None:
+            # Every rank has gathered the same problems: all return here, and none waits in round 2.
             return self._failed(request, problems)
         disagreement = _disagreement(gathered, request.step, num_model_parts(self.grid))
         if disagreement and self.rejects_difference:
@@ -108,6 +109,7 @@ class Writer:
             [TensorEntry(n, dtype, tuple(shape), c, nbytes) for n, dtype, shape, c, nbytes in rows]
             for rows in (each["tensors"] for each in gathered)
         ]
+        # Computed by every rank from the same catalogues, so nothing needs to be sent.
         owned = owners(catalogues)
         # Rank 0's nonce: a repeated save of this step must not mix with files of an aborted one.
         staged = f"{TEMPORARY}{request.step:08d}-{gathered[0]['nonce']}"
@@ -124,6 +126,8 @@ class Writer:
                 result["note"] = self._newest()
             else:
                 result = self._commit(staged, request, request.copy, gathered, reports)
+        # Only rank 0 has a result. The round keeps the others from reporting a checkpoint that is
+        # not committed yet.
         result = self.channel.all_gather(result, "a checkpoint was completed", nbytes=nbytes)[0]
         if problems or result["problem"]:
             return self._failed(request, problems or [result["problem"]], result["note"])
@@ -212,6 +216,7 @@ class Writer:
             )
             replaced = self.storage.commit(staged, name, manifest.to_bytes())
         except Exception as error:
+            # Nothing may leave this method as an exception: the other ranks wait in the last round.
             self._discard(staged)
             return {"problem": self._describe(error), "name": None, "note": self._newest()}
         # `torchmn submit --requeue`, and hosts that join an elastic job, wait for a checkpoint.
@@ -271,6 +276,7 @@ class Writer:
 
     # ---- messages ----
 
+    # Errors travel between ranks as text: the channel carries JSON, and exceptions may not pickle.
     def _describe(self, error: Exception) -> str:
         if isinstance(error, OSError):
             number = "" if error.errno is None else f" (errno {error.errno})"

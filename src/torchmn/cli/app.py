@@ -16,7 +16,7 @@ from torchmn.cluster.environment_variables import TRACEBACK_VARIABLE
 
 
 class _Group(TyperGroup):
-    """Commands whose interruption is told from an exit status of 130, which typer makes of it."""
+    """Commands that tell Ctrl-C from an exit status of 130, to which typer converts it."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command, as the base class does. Raises typer.Abort: Ctrl-C."""
@@ -45,7 +45,7 @@ app.command("submit", context_settings=submit.CONTEXT)(submit.submit)
 def _root(
     context: typer.Context,
     version: bool = typer.Option(
-        False, "-V", "--version", help="Show the versions and which engines are here, and exit."
+        False, "-V", "--version", help="Show versions and available engines, and exit."
     ),
 ) -> None:
     if version:
@@ -67,6 +67,10 @@ def run_command(args: Sequence[str] | None) -> tuple[str, int]:
         if os.environ.get(TRACEBACK_VARIABLE):
             raise
         return str(error), 1 if isinstance(error, LaunchError) else 2
+    except FileNotFoundError:
+        if _has_working_directory():
+            raise
+        return "The working directory was removed: cd to one that exists.", 2
     except typer.Abort:
         raise KeyboardInterrupt from None
     except Exception as error:
@@ -76,6 +80,14 @@ def run_command(args: Sequence[str] | None) -> tuple[str, int]:
             raise
         return _with_value(error) or str(format_message()), 2
     return "", code if isinstance(code, int) else 0
+
+
+def _has_working_directory() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _with_value(error: Exception) -> str:

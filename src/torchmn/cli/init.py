@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from torchmn.base.errors import UnknownNameError, UsageError
-from torchmn.cli.options import values_of
+from torchmn.cli.options import SiteFile, values_of
 from torchmn.cli.submit import SCHEDULER_NAMES
 from torchmn.cluster.units import counted
 from torchmn.submit.settings import Settings
@@ -24,7 +24,7 @@ SCRIPT = "train.py"
 
 def init(
     folder: Annotated[
-        Path, typer.Argument(metavar="[FOLDER]", help="Where to write (default: this folder).")
+        Path, typer.Argument(metavar="FOLDER", help="Where to write (default: this folder).")
     ] = Path(),
     kind: Annotated[
         str,
@@ -45,10 +45,7 @@ def init(
     walltime: Annotated[
         str, typer.Option(help="Time limit of the job as hours:minutes:seconds.")
     ] = "01:00:00",
-    site: Annotated[
-        Path | None,
-        typer.Option(help="Site file (default: torchmn.toml, else ~/.config/torchmn/site.toml)."),
-    ] = None,
+    site: SiteFile = None,
     force: Annotated[
         bool, typer.Option("--force", help="Replace files; the old ones are kept as NAME~.")
     ] = False,
@@ -86,7 +83,8 @@ def init(
     _make(folder)
     for name, text in texts.items():
         is_shell = name.endswith(".sh")
-        kept = write_script(text, folder / name, mode=0o700 if is_shell else 0o600)
+        mode = 0o700 if is_shell else 0o600
+        kept = write_script(text, folder / name, mode=mode, cure="name another folder")
         typer.echo(f"{folder / name}" + (f" (the old one is {kept})" if kept else ""))
     for line in _next_steps(folder, chosen, [*texts][-1], num_nodes * per_node):
         typer.echo(line)

@@ -13,7 +13,7 @@ def inspect(
     run: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[RUN]", help="Log folder of the job (default: your newest one on this host)."
+            metavar="RUN", help="Log folder of the job (default: your newest one on this host)."
         ),
     ] = None,
     is_full: Annotated[

@@ -5,11 +5,20 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
 Command = Callable[..., None]
+Script = Annotated[
+    str, typer.Argument(metavar="SCRIPT", help="The training script, or a module with -m.")
+]
+Args = Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")]
+SiteFile = Annotated[
+    Path | None,
+    typer.Option(help="Site file (default: torchmn.toml, else ~/.config/torchmn/site.toml)."),
+]
 
 
 def add_options(kind: type[Any]) -> Callable[[Command], Command]:

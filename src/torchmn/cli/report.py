@@ -17,7 +17,7 @@ def report(
     runs: Annotated[
         list[Path] | None,
         typer.Argument(
-            metavar="[RUN]...",
+            metavar="RUN",
             help="Log folders of runs, or their folders of records (default: torchmn-logs/latest).",
         ),
     ] = None,

@@ -6,10 +6,11 @@ import os
 from typing import Annotated, Any
 
 import typer
+from typer.completion import show_callback
 
 from torchmn.base.log import LOG_VARIABLE, Log, use_level
 from torchmn.base.terminal import say
-from torchmn.cli.options import add_options, given
+from torchmn.cli.options import Args, Script, add_options, given
 from torchmn.cluster.environment_variables import split_words
 from torchmn.run.job import program_command, python_command
 from torchmn.run.plan import RunOptions, detect_existing_rank, plan_job
@@ -19,18 +20,14 @@ CONTEXT = {
     "allow_interspersed_args": False,
     "token_normalize_func": lambda name: name.replace("_", "-"),
 }
-"""What follows the script are its arguments, options too. In names of options ``_`` is ``-``."""
+"""What follows the script is passed to it, options too. In option names ``_`` equals ``-``."""
 
 
 @add_options(TorchrunOptions)
 @add_options(RunOptions)
 def run(
-    target: Annotated[
-        str, typer.Argument(metavar="SCRIPT", help="The script, or a module with -m.")
-    ],
-    args: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARGS]...", help="Arguments of the script.")
-    ] = None,
+    target: Script,
+    args: Args = None,
     is_dry: Annotated[
         bool, typer.Option("--dry-run", help="Print the commands without running them.")
     ] = False,
@@ -46,6 +43,16 @@ def run(
             show_envvar=False,
         ),
     ] = False,
+    _completion: Annotated[
+        str | None,
+        typer.Option(
+            "--print-completion",
+            hidden=True,
+            is_eager=True,  # it needs no SCRIPT
+            expose_value=False,
+            callback=show_callback,
+        ),
+    ] = None,
     **options: Any,
 ) -> None:
     """Run SCRIPT on N ranks, on this host or on many.

@@ -11,23 +11,19 @@ import typer
 
 from torchmn.base.errors import UsageError
 from torchmn.base.terminal import say
-from torchmn.cli.options import add_options, given, values_of
+from torchmn.cli.options import Args, Script, SiteFile, add_options, given, values_of
 from torchmn.submit.settings import Settings
 
 SCHEDULER_NAMES = ("pbs", "slurm", "grid_engine")
 """As in `torchmn.submit.site.NAMES`, which takes longer to import than a completion may."""
 CONTEXT = {"allow_interspersed_args": False}
-"""What follows the script are arguments of the script, options too."""
+"""What follows the script is passed to it, options too."""
 
 
 @add_options(Settings)
 def submit(
-    script: Annotated[
-        str, typer.Argument(metavar="SCRIPT", help="The training script, or a module with -m.")
-    ],
-    args: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARGS]...", help="Arguments of the script.")
-    ] = None,
+    script: Script,
+    args: Args = None,
     scheduler: Annotated[
         str | None,
         typer.Option(
@@ -40,10 +36,7 @@ def submit(
     name: Annotated[
         str | None, typer.Option(help="Name of the job (default: that of the script).")
     ] = None,
-    site: Annotated[
-        Path | None,
-        typer.Option(help="Site file (default: torchmn.toml, else ~/.config/torchmn/site.toml)."),
-    ] = None,
+    site: SiteFile = None,
     output: Annotated[Path | None, typer.Option(help="Where to write the job script.")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the job script without submitting it.")

@@ -1,4 +1,4 @@
-"""``torchmn --version``: versions, and which engines are here, without importing any of them."""
+"""``torchmn --version``: versions and available engines, without importing any of them."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def available_processors(root: Path = Path("/"), *, pid: int = 0) -> Processors:
     """Return the cores in this process's affinity mask, and its container's CPU quota. Local.
 
     ``pid`` selects another process of this host. ``root`` has the folders ``sys`` and ``proc``;
-    without them every core counts as a physical one. Raises UnsupportedError: this is no Linux.
+    without them every core counts as a physical one. Raises UnsupportedError: this is not Linux.
 
     Example:
         >>> len(available_processors().logical) >= 1

@@ -2,7 +2,7 @@
 
 A user may export it as ``TORCHMN_JOB_END``, in seconds since the epoch; Slurm sets
 ``SLURM_JOB_END_TIME`` (since 22.05). Otherwise the scheduler is asked, so that the limit is written
-in one place only, and later changes of it count.
+in one place only, and later changes to it take effect.
 """
 
 import re

@@ -50,7 +50,7 @@ class LearnerOptions(TypedDict, total=False):
     gradient_clipping_with_truncation: bool
     """Clip each element (the default), or else the norm of each parameter's gradient."""
     use_mean_gradient: bool
-    """Let learning rates be for the mean gradient of a minibatch, whatever their unit."""
+    """Learning rates apply to the mean gradient of a minibatch, whatever their unit."""
     minibatch_size: int | None
     """The minibatch size for which rates and momenta are given, unless they are schedules."""
     epoch_size: int | None
@@ -88,11 +88,11 @@ class Learner(Optimizer):
     """A `torch.optim.Optimizer` whose learning rate and momentum follow schedules.
 
     `Trainer` calls `begin_minibatch` before each `step` and `end_minibatch` after it; so must a
-    loop of your own. ``group["lr"]`` shows the rate of the last minibatch; to set it, as schedulers
-    of `torch.optim` do, is an error in the next step. `load_state_dict` keeps the schedules and
-    options that the learner was made with.
+    loop of your own. ``group["lr"]`` shows the rate of the last minibatch; setting it, as
+    schedulers of `torch.optim` do, makes the next step raise. `load_state_dict` keeps the schedules
+    and options that the learner was made with.
 
-    Raises UsageError: an option or a schedule is out of range, or no parameters.
+    Raises UsageError: an option or a schedule is out of range, or there are no parameters.
 
     >>> from torchmn import cntk
     >>> learner = cntk.momentum_sgd(torch.nn.Linear(3, 1).parameters(), lr=0.1, momentum=0.9)
@@ -138,7 +138,10 @@ class Learner(Optimizer):
     # ---- schedules ----
 
     def reset_learning_rate(self, lr: Values | Schedule) -> None:
-        """Replace the schedule of the learning rate. All ranks must call it."""
+        """Replace the schedule of the learning rate. All ranks must call it.
+
+        Raises UsageError: a rate is negative or not finite.
+        """
         self.lr_schedule = learning_parameter_schedule(lr, self._minibatch_size, self._epoch_size)
         if any(value < 0 or not math.isfinite(value) for _, value in self.lr_schedule.spans):
             raise UsageError(f"The learning rates {lr} must be finite and not negative.")

@@ -2,7 +2,7 @@
 
 With g the mean gradient of a minibatch of N samples, G = N g their sum, w a parameter, r the
 learning rate for G (see `torchmn.cntk.schedules`), m and v the momenta of this minibatch, u = 1 - m
-with ``unit_gain`` and 1 without; c is the threshold per sample; elementwise but for norms:
+with ``unit_gain`` and 1 without, c the threshold per sample; elementwise, except norms:
 
     clip            G <- min(max(G, -c N), c N), or without truncation G <- G min(1, c N / ||G||)
     L2              G <- G + l2 N w
@@ -19,9 +19,9 @@ with ``unit_gain`` and 1 without; c is the threshold per sample; elementwise but
     L1              w <- sign(w) max(0, |w| - r l1 N)
     noise           w <- w + a normal number times the deviation, the same on all ranks
 
-Means f are over the elements of a parameter, and are left out without ``need_ave_multiplier``. With
-``use_mean_gradient`` N is 1 in all of this and G is g. These are CNTK's formulas, its learning rate
-within s included.
+mean(f) is over the elements of a parameter, and is left out without ``need_ave_multiplier``. With
+``use_mean_gradient`` N is 1 in all formulas and G is g. They are CNTK's formulas, including the
+learning rate within s.
 
 A learner reads ``p.grad`` as the mean over the samples: what autograd leaves for a loss that is a
 mean, and a multi-node optimizer with ``weight="samples"`` on all ranks.
@@ -101,8 +101,8 @@ class MomentumSGD(Learner):
     Args:
         parameters, lr, options: see `sgd`.
         momentum: a schedule; or a momentum or list of these, per minibatch.
-        unit_gain: whether gradients count 1 - momentum times, so that the momentum does not make
-            steps longer.
+        unit_gain: multiply gradients by 1 - momentum, so that the momentum does not make steps
+            longer.
 
     Raises UsageError: an option is out of range.
 
@@ -138,7 +138,7 @@ class MomentumSGD(Learner):
 
 
 class Nesterov(MomentumSGD):
-    """`momentum_sgd` that looks ahead, as Nesterov's accelerated gradient. Arguments as there.
+    """`momentum_sgd` with Nesterov's accelerated gradient. It takes the same arguments.
 
     Raises UsageError: an option is out of range.
 
@@ -151,14 +151,14 @@ class Nesterov(MomentumSGD):
 
 
 class Adam(Learner):
-    """Adam. Its step does not grow with the number of samples, but its rate is divided by it.
+    """CNTK's Adam: steps do not grow with the number of samples, but the rate is divided by it.
 
     So a rate per minibatch of N samples makes steps of about rate / N, as in CNTK; with
     ``use_mean_gradient=True`` it makes steps of the rate, as in torch.
 
     Args:
         parameters, lr, momentum, unit_gain, options: see `momentum_sgd`.
-        variance_momentum: of the squares; default: a time constant of 720,000 samples.
+        variance_momentum: the momentum of the squares; default: a time constant of 720,000 samples.
         epsilon: added to the root of the mean square of the sum of gradients.
         adamax: use the largest gradient instead of the mean square.
 
@@ -216,7 +216,7 @@ class Adam(Learner):
 
 
 class AdaGrad(Learner):
-    """AdaGrad.
+    """CNTK's AdaGrad, which can divide a parameter's factors by their mean.
 
     Args:
         parameters, lr, options: see `sgd`.
@@ -255,11 +255,11 @@ class RMSProp(Learner):
 
     Args:
         parameters, lr, options: see `sgd`.
-        gamma: of the mean square.
-        inc: by which a factor grows, up to ``max``.
-        dec: by which it shrinks, down to ``min``.
-        max: see ``inc``.
-        min: see ``dec``.
+        gamma: the decay of the mean square.
+        inc: what a factor is multiplied by while the gradient keeps its sign.
+        dec: what a factor is multiplied by otherwise.
+        max: the largest factor.
+        min: the smallest factor.
         need_ave_multiplier: divide the factors of a parameter's elements by their mean.
 
     Raises UsageError: an option is out of range.

@@ -1,7 +1,7 @@
-"""CNTK's ``cntk.logging``: what receives the progress of a training.
+"""CNTK's ``cntk.logging``: receivers of the progress of a training.
 
 A trainer gives each of its writers the sums of a minibatch over all ranks, so what all ranks write
-is the same. Written is the progress since the last summary; a session asks for one every
+is the same: the progress since the last summary. A session asks for a summary every
 ``progress_frequency``. Counters are saved in checkpoints: a resumed training continues its lines.
 """
 
@@ -257,7 +257,7 @@ class TensorBoardProgressWriter(ProgressWriter):
     Args:
         freq: minibatches per event; None for summaries only.
         log_dir: a folder for the file of events.
-        rank: of this process; ranks other than 0 write nothing.
+        rank: the rank of this process; ranks other than 0 write nothing.
         model: not used; CNTK drew its graph.
 
     Raises:

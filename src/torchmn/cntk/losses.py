@@ -12,7 +12,7 @@ __all__ = ["classification_error", "cross_entropy_with_softmax", "squared_error"
 def cross_entropy_with_softmax(
     output_vector: Tensor, target_vector: Tensor | MinibatchData
 ) -> Tensor:
-    """The cross entropy of softmax(output) and the target, per sample: ``(num_samples,)``.
+    """The cross entropy of softmax(output) and the target, per sample: ``(num_samples,)``. Local.
 
     Args:
         output_vector: ``(num_samples, classes)``, before softmax.
@@ -40,9 +40,9 @@ def cross_entropy_with_softmax(
 def classification_error(
     output_vector: Tensor, target_vector: Tensor | MinibatchData, topN: int = 1
 ) -> Tensor:
-    """1 where the target's class is not among the ``topN`` largest outputs, per sample.
+    """1 where the target's class is not among the ``topN`` largest outputs, else 0, per sample.
 
-    Arguments and Raises as `cross_entropy_with_softmax`.
+    Local. Arguments and Raises as `cross_entropy_with_softmax`.
 
     Example:
         >>> outputs = torch.tensor([[1.0, 0.0], [1.0, 0.0]])
@@ -61,7 +61,9 @@ def classification_error(
 
 
 def squared_error(output: Tensor, target: Tensor | MinibatchData) -> Tensor:
-    """The sum of the squared differences of each sample: ``(num_samples,)``.
+    """The sum of the squared differences of each sample: ``(num_samples,)``. Local.
+
+    Raises UsageError: output and target have different shapes.
 
     Example:
         >>> squared_error(torch.ones(2, 3), torch.zeros(2, 3)).tolist()

@@ -1,4 +1,4 @@
-"""The base class of what receives the progress of a training, and its counters."""
+"""The base class of receivers of the progress of a training, and its counters."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class ProgressWriter:
     """Receives the progress of a trainer and decides when something is written. Local.
 
     Subclass it and override the methods ``on_write_...``, which do nothing here. They get counters
-    and sums as pairs, of the last call and of now, both from the last summary on: the mean loss of
-    what is new is ``(loss[1] - loss[0]) / (samples[1] - samples[0])``.
+    and sums as pairs (at the last call, now), both since the last summary: the mean loss of the new
+    samples is ``(loss[1] - loss[0]) / (samples[1] - samples[0])``.
 
     Args:
         freq: write every ``freq`` minibatches; 0 for the 1st, 3rd, 7th, 15th, ..., None for never.
@@ -33,7 +33,7 @@ class ProgressWriter:
         distributed_freq: the same for synchronizations of block momentum.
         distributed_first: the same for synchronizations of block momentum.
 
-    Raises UsageError: a frequency is no number of minibatches.
+    Raises UsageError: a frequency is not a number of minibatches.
 
     >>> from torchmn import cntk
     >>> class MeanLoss(cntk.ProgressWriter):

@@ -1,4 +1,4 @@
-"""Values that change while a training proceeds, in CNTK's units.
+"""Values that change during training, in CNTK's units.
 
 A schedule is a value for each position in the training: the samples seen so far divided by
 ``epoch_size``, or the sweeps over the data. What the value means for a minibatch of N samples is
@@ -108,7 +108,7 @@ def training_parameter_schedule(
         unit: what a value is for.
         epoch_size: samples over all workers in an epoch; None: a sweep over the data.
 
-    Raises UsageError: no value, a value or a number of epochs that makes no sense.
+    Raises UsageError: there is no value, or a value or number of epochs is out of range.
 
     Example:
         >>> rates = training_parameter_schedule([(2, 0.1), (1, 0.01)], UnitType.sample, 100)
@@ -124,7 +124,7 @@ def learning_rate_schedule(
 ) -> Schedule:
     """Learning rates per sample or per minibatch; see `training_parameter_schedule`.
 
-    Raises UsageError: a rate is negative, or see there.
+    Raises UsageError: a rate is negative, or as `training_parameter_schedule`.
 
     Example:
         >>> learning_rate_schedule([0.1, 0.01], UnitType.minibatch, epoch_size=100)[150]
@@ -139,7 +139,8 @@ def learning_parameter_schedule(
 ) -> Schedule:
     """Values for minibatches of ``minibatch_size`` samples, as CNTK 2.2 and later have them.
 
-    Without one (`IGNORE`) for minibatches of any size. Raises as `training_parameter_schedule`.
+    By default (`IGNORE`) they are for minibatches of any size. Raises as
+    `training_parameter_schedule`.
 
     Example:
         >>> learning_parameter_schedule(0.1, minibatch_size=32).per_sample(0.1, 64)
@@ -165,7 +166,7 @@ def momentum_schedule(
 ) -> Schedule:
     """Momentum per minibatch, of any size or of ``minibatch_size`` samples.
 
-    Raises UsageError: a momentum below 0 or above 1, or see `training_parameter_schedule`.
+    Raises UsageError: a momentum is below 0 or above 1, or as `training_parameter_schedule`.
 
     Example:
         >>> momentum_schedule(0.9)[0]
@@ -190,10 +191,10 @@ def momentum_schedule_per_sample(
 def momentum_as_time_constant_schedule(
     momentum: Values | Schedule, epoch_size: int | None = None
 ) -> Schedule:
-    """Momentum by the number of samples after which 1/e of a gradient is left; 0: none.
+    """Momentum by the number of samples after which 1/e of a gradient is left; 0: no momentum.
 
     Under `block_momentum_distributed_learner` these are samples of one rank, else of all. Raises
-    UsageError: a negative time constant, or see `training_parameter_schedule`.
+    UsageError: a time constant is negative, or as `training_parameter_schedule`.
 
     Example:
         >>> momentum_as_time_constant_schedule([0, 600], epoch_size=100)[0]
@@ -209,7 +210,7 @@ def momentum_as_time_constant_schedule(
 def minibatch_size_schedule(schedule: Values | Schedule, epoch_size: int | None = 1) -> Schedule:
     """Sizes of global minibatches, in samples; see `training_parameter_schedule`.
 
-    Raises UsageError: a size below 1, or see there.
+    Raises UsageError: a size is below 1, or as `training_parameter_schedule`.
 
     Example:
         >>> minibatch_size_schedule([(2, 32), (1, 64)], epoch_size=100)[250]

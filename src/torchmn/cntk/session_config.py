@@ -47,7 +47,7 @@ class CheckpointConfig:
         restore: continue from the newest checkpoint, if there is one.
         preserve_all: keep every checkpoint, also in folders of its own: ``filename`` with an index.
 
-    Raises UsageError: a frequency without a filename, or one that is no positive number.
+    Raises UsageError: ``frequency`` has no filename, or is not a positive number.
 
     >>> from torchmn import cntk
     >>> cntk.CheckpointConfig("models/net", frequency=(1, cntk.DataUnit.sweep)).restore
@@ -85,8 +85,8 @@ class CrossValidationConfig:
         source: CNTK's earlier name of ``minibatch_source``.
         mb_size: CNTK's earlier name of ``minibatch_size``.
 
-    Raises UsageError: neither data nor callback, an infinite source without ``max_samples``, a
-        frequency or size that is no positive number.
+    Raises UsageError: there is neither data nor a callback, an infinite source has no
+        ``max_samples``, or a frequency or size is not a positive number.
 
     >>> from torchmn import cntk
     >>> def stop_early(index, average_error, num_samples, num_minibatches):
@@ -126,7 +126,7 @@ class TestConfig:
         source: CNTK's earlier name of ``minibatch_source``.
         mb_size: CNTK's earlier name of ``minibatch_size``.
 
-    Raises UsageError: no source or an infinite one, a size that is no positive number.
+    Raises UsageError: there is no source or an infinite one, or a size is not a positive number.
 
     >>> from torchmn import cntk
     >>> source = cntk.MinibatchSourceFromData(

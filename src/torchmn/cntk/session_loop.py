@@ -185,7 +185,8 @@ class SessionCheckpoints:
         """Continue from the newest checkpoint, or else from the last one that was preserved.
 
         Returns whether there was one. Without ``preserve_all`` preserved checkpoints are not looked
-        for: those in the folder belong to another session.
+        for: those in the folder belong to another session. Raises UsageError: the checkpoint was
+        not saved by a session.
         """
         if not self._config.restore:
             return False

@@ -248,7 +248,7 @@ class LowRankAllReduce:
             group.all_reduce_(block.exact)
 
     def prefetch_send(self, group: Group, block: ReduceBlock) -> None:
-        """Does nothing: the block has to be factorised before it can be sent."""
+        """Does nothing: the block has to be factorized before it can be sent."""
 
 
 class _GroupOfRanks:

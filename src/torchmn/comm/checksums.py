@@ -43,6 +43,7 @@ def checksum(tensors: Iterable[Tensor]) -> int:
     total = 0
     for tensor in tensors:
         own = local_part(tensor).detach().cpu().contiguous()
+        # Against accidents only, and so not a cryptographic hash, which would take longer.
         total = zlib.crc32(_memory(own), total)
     return total
 
@@ -70,6 +71,7 @@ def differences(by_rank: Sequence[Mapping[str, int | str]]) -> list[Difference]:
             if name in sums:
                 groups.setdefault(sums[name], []).append(rank)
         if len(groups) > 1:
+            # Of equally large groups that of the lowest rank first: all ranks print the same text.
             ordered = sorted(groups.values(), key=lambda ranks: (-len(ranks), ranks))
             found.append(Difference(name=name, groups=tuple(tuple(ranks) for ranks in ordered)))
     return found

@@ -50,6 +50,7 @@ class Collectives:
         another rank, or ``tag`` is out of range.
         """
         if isinstance(data, (list, tuple)):
+            # A tuple of one tensor stays a tuple, so that the receiver returns what was sent.
             self.send_obj(tuple(dense("send", x) for x in data), dest, tag)
         else:
             self.send_obj(dense("send", data), dest, tag)

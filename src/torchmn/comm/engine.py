@@ -318,10 +318,8 @@ class Engine:
                 observer.phase("exchange", begins=False)
 
     def _await(self, work: Work[Result]) -> None:
-        # Only this thread may call MPI: what was queued before `work` runs here too, in its order.
         if not self.is_threaded:
-            while not work.done and self._queue:
-                self._run(self._queue.popleft())
+            self._run_queued(until=work)
             return
         self._num_waiting += 1
         try:
@@ -331,6 +329,14 @@ class Engine:
                     raise CommunicationError("The exchange thread ended before its work.")
         finally:
             self._num_waiting -= 1
+
+    def _run_queued(self, until: Work[Result] | None = None) -> None:
+        """Run what is queued on this thread: only this one may call MPI. Up to ``until``, if given.
+
+        What was queued before it runs too, in its order.
+        """
+        while self._queue and not (until is not None and until.done):
+            self._run(self._queue.popleft())
 
     def close(self) -> None:
         """Complete queued jobs, then end the threads; later calls raise CommunicationError.
@@ -342,7 +348,9 @@ class Engine:
             self._condition.notify_all()
         # The other ranks run what is queued, and would wait for this one. Only then may the watcher
         # end, which the last of these jobs may still give work to watch.
-        if self._thread is not None:
+        if not self.is_threaded:
+            self._run_queued()
+        elif self._thread is not None:
             self._thread.join()
         self.watcher.close()
         if self._failure is not None and not self._has_raised_failure:
@@ -410,7 +418,8 @@ class Engine:
         is_peer = isinstance(error, (TimeLimitError, PeerLostError))
         is_own = type(error) is CommunicationError or not isinstance(error, TorchmnError)
         is_own = is_own and self._has_peers and not getattr(error, _REJECTION, False)
-        if self._broken is None and (is_peer or is_own):
+        # A collective that fails on a device is aborted, and its transport is of no use any more.
+        if self._broken is None and (is_peer or is_own or self._is_failing):
             self._broken = error
             if is_own and isinstance(error, Exception):
                 for observer in events.observers:

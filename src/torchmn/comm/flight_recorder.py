@@ -95,6 +95,8 @@ class FlightRecorder:
         """The numbers in the job of the communicator's ranks, in rank order."""
         self._has_whole_job = has_whole_job
         self._members: dict[str, tuple[int, ...]] = {}
+        # Other threads copy it without a lock, which a thread that hangs could hold: appending to a
+        # deque and copying one are atomic.
         self._entries: deque[CollectiveRecord] = deque(maxlen=capacity)
         self._last_of: dict[str, CollectiveRecord] = {}
         self._unfinished: deque[CollectiveRecord] = deque()

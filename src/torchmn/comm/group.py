@@ -35,14 +35,12 @@ from torchmn.comm.transports.staging import await_stream
 from torchmn.comm.waiting import Wait
 
 Result = TypeVar("Result")
-_LATE = (
-    "Another rank may be slower than the limit (raise timeout_s=), may have ended, or may be in a "
-    "different collective: check the logs of the other ranks."
-)
-_LOST = (
-    "That rank has ended: the cause is in its output, or it has left its loop before the others "
-    "(optimizer.join() is for uneven data)."
-)
+_CURES: dict[type[CommunicationError], str] = {
+    TimeLimitError: "Another rank may be slower than the limit (raise timeout_s=), may have ended, "
+    "or may be in a different collective: check the logs of the other ranks.",
+    PeerLostError: "That rank has ended: the cause is in its output, or it has left its loop "
+    "before the others (optimizer.join() is for uneven data).",
+}
 _DTYPE_NAMES = {
     value: name
     for name, value in vars(torch).items()
@@ -54,8 +52,9 @@ _DTYPE_NAMES = {
 class Group:
     """Some ranks of a communicator: all of them, those of one node, or the leaders of nodes.
 
-    Methods are *collective* unless documented otherwise. All raise TimeLimitError or PeerLostError
-    with the collective, the rank and its host in the message.
+    Methods are *collective* unless documented otherwise. All raise TimeLimitError,
+    PeerLostError or, for another failure, CommunicationError, with the collective, the rank and its
+    host in the message.
     """
 
     name: str
@@ -199,15 +198,15 @@ class Group:
         """Record errors of the body and raise them again with the collective, rank and host."""
         try:
             yield
-        except (TimeLimitError, PeerLostError) as error:
+        except CommunicationError as error:
             # Before `abort`: an aborted sum lets the device continue, so that its event completes
             # and undefined numbers reach the host.
             self.engine.begin_to_fail()
             self.transport.abort()
             is_late = isinstance(error, TimeLimitError)
             self.flight_recorder.end(entry, "late" if is_late else "failed")
-            cure = wait.limit.reason or (_LATE if is_late else _LOST)
-            raise type(error)(f"{self.rank_label}: {entry}: {error} {cure}") from error
+            cure = wait.limit.reason or _CURES.get(type(error), "")
+            raise type(error)(f"{self.rank_label}: {entry}: {error} {cure}".rstrip()) from error
         except Exception as error:
             self.flight_recorder.end(entry, "failed")
             raise CommunicationError(f"{self.rank_label}: {entry} failed: {error}") from error

@@ -125,6 +125,7 @@ def run_on_one_rank(
         try:
             outcome = ("", work(gather.heartbeat))
         except CommunicationError:
+            # From a heartbeat: another rank has failed, and none waits for the result any more.
             raise
         except Exception as error:
             cause = error

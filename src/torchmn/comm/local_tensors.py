@@ -90,6 +90,7 @@ def reshard(models: Sequence[nn.Module]) -> None:
     also after a forward without a backward, as in evaluation. Until it is resharded, its parameters
     are not the objects that the optimizer has.
     """
+    # As in `is_distributed`: unless this was imported, no model is sharded.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return

@@ -269,6 +269,7 @@ def _pickled(obj: Any, trust: Trust, path: Path) -> Any:
             "set TORCHMN_SECRET to the same random text on all ranks, or use transport='mpi'."
         )
     try:
+        # pickle calls methods of the object, which may raise anything.
         payload = pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
     except Exception as error:
         raise UnsupportedError(
@@ -297,6 +298,7 @@ def _allocate(kind: Any, device: torch.device) -> Tensor:
     if kind[0] == "bytes":
         return torch.empty(kind[1], dtype=torch.uint8, device="cpu")
     if kind[0] == "tensor":
+        # On the receiver's GPU, whatever number the sender's has.
         home = device if kind[3] else torch.device("cpu")
         return torch.empty(kind[2], dtype=torch_dtype(kind[1]), device=home)
     nbytes = _plain_dtype(kind[1]).itemsize * math.prod(kind[2])

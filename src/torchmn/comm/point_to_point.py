@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -58,6 +59,36 @@ class Status:
     tag: int = ANY_TAG
 
 
+def sealed(head: bytes, tag: int = 0) -> list[Tensor]:
+    """The envelope of a message, and its description ``head`` if that is too long for it. Local."""
+    is_inline = len(head) <= _INLINE_BYTES
+    envelope = bytearray(ENVELOPE_BYTES)
+    _HEAD.pack_into(envelope, 0, tag, _INLINE if is_inline else _PLAIN, len(head))
+    if is_inline:
+        envelope[_HEAD.size : _HEAD.size + len(head)] = head
+    parts = [envelope] if is_inline else [envelope, bytearray(head)]
+    return [torch.frombuffer(part, dtype=torch.uint8) for part in parts]
+
+
+def opened(row: Tensor, receive: Callable[[Tensor], object]) -> tuple[int, bytes]:
+    """The tag and the description of a message whose envelope has arrived.
+
+    ``receive`` is called with the memory of a description that follows the envelope.
+    """
+    envelope = row.numpy().tobytes()
+    tag, state, nbytes = _HEAD.unpack_from(envelope)
+    if state == _INLINE:
+        return tag, envelope[_HEAD.size : _HEAD.size + nbytes]
+    head = new_bytes(nbytes)
+    receive(head)
+    return tag, head.numpy().tobytes()
+
+
+def new_bytes(nbytes: int) -> Tensor:
+    """Uninitialized memory of the host, in bytes. Local."""
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+
 @dataclass(frozen=True)
 class _Received:
     """A message that has arrived and was not requested yet."""
@@ -96,18 +127,13 @@ class PointToPoint:
         try:
             message = object_codec.pack(obj, self._trust)
         except Exception as error:
+            # Whatever it is: the receiver waits for a message, and must learn why it gets none.
             rejection = error
             mark_as_rejection(error)
             message = object_codec.pack(str(error), self._trust, note=_REJECTED)
-        is_inline = len(message.head) <= _INLINE_BYTES
-        envelope = bytearray(ENVELOPE_BYTES)
-        _HEAD.pack_into(envelope, 0, tag, _INLINE if is_inline else _PLAIN, len(message.head))
-        if is_inline:
-            envelope[_HEAD.size : _HEAD.size + len(message.head)] = message.head
-        row = torch.frombuffer(envelope, dtype=torch.uint8)
+        row, *head = sealed(message.head, tag)
         # By itself: the receiver has to know the sizes before it can receive the rest.
         exchange_tensors(self._group, "send", {dest: [row]}, {}, self._envelope_tag)
-        head = [] if is_inline else [torch.frombuffer(bytearray(message.head), dtype=torch.uint8)]
         exchange_tensors(self._group, "send", {dest: [*head, *message.buffers]}, {}, self._body_tag)
         if rejection is not None:
             raise rejection
@@ -142,19 +168,16 @@ class PointToPoint:
 
     def _accept(self, source: int) -> None:
         """Receive the next message from ``source``, with any tag, into the queue."""
-        row = torch.empty(ENVELOPE_BYTES, dtype=torch.uint8, device="cpu")
+        row = new_bytes(ENVELOPE_BYTES)
         if source == ANY_SOURCE:
             source = self._group.receive_any(row, name="recv", tag=self._envelope_tag)
         else:
             exchange_tensors(self._group, "recv", {}, {source: [row]}, self._envelope_tag)
-        envelope = row.numpy().tobytes()
-        tag, state, nbytes = _HEAD.unpack_from(envelope)
-        if state == _INLINE:
-            head = envelope[_HEAD.size : _HEAD.size + nbytes]
-        else:
-            described = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-            exchange_tensors(self._group, "recv", {}, {source: [described]}, self._body_tag)
-            head = described.numpy().tobytes()
+
+        def receive(rest: Tensor) -> None:
+            exchange_tensors(self._group, "recv", {}, {source: [rest]}, self._body_tag)
+
+        tag, head = opened(row, receive)
         note, body, tensors = object_codec.unpack_head(head, self._device)
         buffers = [object_codec.as_bytes(tensor) for tensor in tensors]
         exchange_tensors(self._group, "recv", {}, {source: buffers}, self._body_tag)
@@ -166,6 +189,7 @@ class PointToPoint:
                 f"{self._group.rank_label} is in recv, but rank {message.source} could not send: "
                 f"{message.body}"
             )
+        # Not when it arrived: a pickle that is not trusted raises in the call that asks for it.
         return object_codec.unpack(message.body, message.tensors, self._trust)
 
 

@@ -59,7 +59,7 @@ def _has_samples(items: list[Any] | tuple[Any, ...], num: int) -> bool:
 
 
 def mapped(function: Callable[..., Any], fields: Any, *others: Any) -> Any:
-    """Apply a function to the fields of containers with the same ones; of the class of the first.
+    """Apply a function to each field of containers with the same fields; keep the first's class.
 
     >>> mapped(max, {"x": 1, "y": 5}, {"x": 3, "y": 4})
     {'x': 3, 'y': 5}

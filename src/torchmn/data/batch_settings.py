@@ -51,7 +51,7 @@ class BatchSettings:
         if self.initial != saved.initial:
             effects += [f"a step has {self.initial / saved.initial:.3g} times the samples"]
         if self.growth != saved.growth:
-            effects += ["the batch grows otherwise"]
+            effects += ["the batch grows differently"]
         if self.epoch_steps and saved.epoch_steps and self.epoch_steps != saved.epoch_steps:
             effects += [f"an epoch has {self.epoch_steps} steps in place of {saved.epoch_steps}"]
         return (

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 class BatchShares:
     """Decides how many samples of a batch each rank gets. Local, and the same on all ranks.
 
-    Here they differ by at most one sample; the first ranks have one more if it is uneven.
+    In this class the numbers differ by at most one: the first ranks get the remainder.
 
     >>> BatchShares(3).sizes(8, at=0)
     [3, 3, 2]
@@ -18,13 +18,13 @@ class BatchShares:
         self._equal = [1] * num_ranks
 
     def sizes(self, batch_size: int, at: int) -> list[int]:
-        """The samples of each rank, of a batch that begins after ``at`` samples of the training."""
+        """The samples of each rank in a batch that begins after ``at`` samples of training."""
         return in_proportion(batch_size, self._equal)
 
     def before_next(self, num_received: int) -> None:
-        """Note that the script requests a batch, or the end of the pass, after so many batches.
+        """Note that the script requests a batch, or ends its pass, after so many batches.
 
-        Raises UsageError: it does not train as these shares need it.
+        Raises UsageError: the script does not train in the way that these shares require.
         """
 
     def state_at(self, at: int) -> list[list[int]]:
@@ -32,13 +32,13 @@ class BatchShares:
         return []
 
     def load_state(self, state: Sequence[Sequence[int]]) -> None:
-        """Continue from `state_at`, of any number of ranks."""
+        """Continue from a `state_at` of any number of ranks."""
 
 
 def in_proportion(total: int, weights: Sequence[int]) -> list[int]:
     """Divide ``total`` in proportion to positive weights, as evenly as whole numbers can be.
 
-    What is left over goes to the largest remainders, the first of equal ones. Exact: in integers.
+    The rest goes to the largest remainders, to the first of equal ones. Exact: in integers.
 
     >>> in_proportion(8, [1, 1, 1]), in_proportion(8, [3, 1])
     ([3, 3, 2], [6, 2])

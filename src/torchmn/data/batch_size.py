@@ -19,20 +19,20 @@ _MAX_CHANNELS = 4
 
 
 def num_samples(batch: object) -> int | None:
-    """Return the number of samples in a batch; None if nothing in it tells. Local.
+    """Return the number of samples in a batch; None if it cannot be determined. Local.
 
     The arguments of a model's forward are a batch, too: a tuple of fields.
 
     - A tensor or array, nested and jagged ones included, has its first size; a `PackedSequence` the
       number of its sequences; a batch of graphs (PyTorch Geometric) its ``num_graphs``.
-    - A tuple, list, named tuple, dict or dataclass holds fields, and the first one that tells
-      counts. Numbers, single strings and tensors without dimensions do not tell.
+    - A tuple, list, named tuple, dict or dataclass holds fields, and the first one that has a
+      number of samples counts. Numbers, single strings and tensors without dimensions have none.
     - A field that is a list or tuple of strings, of dicts, or of tensors of one dtype and number of
       dimensions has its length: one item for each sample. Where a later field is a tensor with the
       first size of all its tensors, it holds fields itself, such as two inputs of a model.
-    - A list that is the whole batch has its length where it is empty or holds strings, or tensors
-      that cannot be fields since their sizes differ: the first ones, or those after it of images
-      (C, H, W) with up to 4 channels. Put a list of samples of equal sizes into a tuple: ``(x,)``.
+    - A list that is the whole batch has its length if it is empty or holds strings, or tensors that
+      cannot be fields since their sizes differ: in the first dimension or, for images (C, H, W)
+      with up to 4 channels, in any. Put a list of samples of equal sizes into a tuple: ``(x,)``.
 
     >>> num_samples([torch.zeros(32, 3), torch.zeros(32)])  # as the default collate_fn makes it
     32

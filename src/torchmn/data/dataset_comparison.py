@@ -1,9 +1,10 @@
 """Whether the ranks' data sets hold the same samples in the same order.
 
-Equal lengths do not tell: a directory lists its files in another order, a split is drawn from other
-random numbers, a set has another order. What is compared is what a data set, and the data sets in
-it, have as attributes for their samples (tensors, arrays, frames, lists of files, labels, indices)
-or for their classes (lists of strings, numberings of strings); of each at most 1024 entries.
+Equal lengths are not enough: a directory may list its files in another order, a split may be drawn
+from other random numbers, a set may have another order. The comparison uses the attributes that a
+data set, and the data sets in it, have for their samples (tensors, arrays, frames, lists of files,
+labels, indices) or for their classes (lists of strings, numberings of strings); of each at most
+1024 entries.
 
 - Integers and texts must be equal. Of paths only the part below their common folder counts: hosts
   may keep copies in different places. Floating-point numbers and bytes may differ a little:
@@ -79,11 +80,11 @@ def raise_if_datasets_differ(
         if names:
             raise RankMismatchError(
                 f"{caller}: the data set of {rank_label} has as many samples as that of rank "
-                f"{root}, but others, or in another order: {', '.join(names)} differ. Some would "
-                "be trained on twice and some never. Usual causes: the order of a directory or of "
-                "a set (sorted(...)); a split or a shuffle from this rank's random numbers "
-                "(seed_ranks before it, or generator=torch.Generator().manual_seed(0)); only this "
-                "rank's part of the data (pass all of it)."
+                f"{root}, but different ones or in a different order: {', '.join(names)} differ. "
+                "Some would be trained on twice and some never. Usual causes: the order of a "
+                "directory or of a set (sorted(...)); a split or a shuffle from this rank's random "
+                "numbers (seed_ranks before it, or generator=torch.Generator().manual_seed(0)); "
+                "only this rank's part of the data (pass all of it)."
             )
 
 
@@ -101,7 +102,7 @@ def warn_if_changed(
     """Warn if data sets that were equal have changed in different ways. Local."""
     if names := _differing(own, of_rank_0):
         warn(
-            f"{comm.rank_label}: its data set has changed in another way than that of rank 0: "
+            f"{comm.rank_label}: its data set has changed in a different way from that of rank 0: "
             f"{', '.join(names)} differ. Write what belongs to samples, such as pseudo-labels, on "
             "all ranks alike: torchmn.data.gather_by_index gives each rank the values of all.",
             ResultWarning,

@@ -147,7 +147,7 @@ class DividedBatches:
                 method(made)
 
     def when_used(self, owner: object, method: Callable[[Any], None]) -> None:
-        """Call ``method(owner)`` at the first `note`, or now after it. Does not keep the owner."""
+        """Call ``method(owner)`` at the first `note`, or now if it was. Does not keep the owner."""
         self._when_used.append((weakref.ref(owner), method))
         if self.is_used:
             self.note()

@@ -22,18 +22,18 @@ def gather_outputs(loader: DataLoader[Any], outputs: Sequence[Any]) -> Any:
     """The outputs for all samples in the order of the data set, on all ranks. *Collective.*
 
     Call it after a loop over ``loader`` under ``torch.no_grad()``. Each sample of the pass appears
-    once, also if a sampler has drawn it more often; what ``drop_last`` or the sampler has left out
+    once, even if a sampler has drawn it several times; what ``drop_last`` or the sampler left out
     is missing. To gather labels as well, let each output be a tuple: ``(model(x), y)``.
 
     Args:
-        loader: of `scatter_loader`.
+        loader: a loader that `scatter_loader` returned.
         outputs: one for each batch that the loop has received; for n samples tensors or arrays of
             shape ``(n, ...)``, lists of n objects, or tuples and dicts of these.
 
     Returns the same structure for all samples; an empty list if no rank had a batch.
 
-    Raises UsageError: it is no loader of `scatter_loader`; on all ranks, the number of outputs is
-    not that of the batches, or an output has another number of rows than its batch.
+    Raises UsageError: ``loader`` is not from `scatter_loader`; on all ranks, the number of outputs
+    is not that of the batches, or an output has another number of rows than its batch.
 
     >>> loader = torch.utils.data.DataLoader(torch.arange(4.0), batch_size=3)
     >>> loader = torchmn.scatter_loader(loader, comm)
@@ -57,15 +57,16 @@ def gather_by_index(
     write the same, ``memory[indices] = values``. The data set returns the index with the sample.
 
     Args:
-        indices: of this rank's samples, shape ``(n,)``; n may be 0 and differ between ranks.
+        indices: the indices of this rank's samples, shape ``(n,)``; n may be 0 or differ on ranks.
         values: tensors or arrays of shape ``(n, ...)``, lists of n objects, or tuples and dicts of
             these. They are detached.
         comm: the ranks.
 
     Returns the indices in ascending order, shape ``(samples,)`` on the CPU, and the values in this
-    order. Of an index that occurs more often it is the last value, in rank order.
+    order. If an index occurs several times, its last value in rank order is returned.
 
-    Raises UsageError, on all ranks: indices are no integers, or values have another number of rows.
+    Raises UsageError, on all ranks: indices are not integers, or values have another number of
+    rows.
 
     >>> gather_by_index([2, 0], torch.tensor([0.5, 0.25]), comm)
     (tensor([0, 2]), tensor([0.2500, 0.5000]))

@@ -65,7 +65,7 @@ class GlobalSampler(PassSampler):
     and ``state_after(n)`` is the state after n batches. A pass that is left early without an
     optimizer step, as ``next(iter(loader))``, is a peek at the data and does not change the
     position. (As long as there is no multi-node optimizer over ``comm``, a peek is a pass that was
-    left with its first batch.)
+    left after its first batch.)
 
     Optimizers of `create_multi_node_optimizer` over ``comm`` weight the ranks by their parts, as
     with `scatter_loader`, unless ``weight=`` is given.
@@ -88,8 +88,8 @@ class GlobalSampler(PassSampler):
 
     Raises:
         UsageError: an argument is out of range, or an epoch would be empty.
-        RankMismatchError: ranks passed different arguments, or data sets whose samples or their
-            order differ, as far as that shows; all ranks raise.
+        RankMismatchError: ranks passed different arguments, or data sets whose samples or order
+            differ, as far as that can be detected; all ranks raise.
 
     Example:
         >>> sampler = torchmn.GlobalSampler(10, comm, global_batch=4, shuffle=False)
@@ -199,14 +199,14 @@ class GlobalSampler(PassSampler):
     def samples_seen(self) -> int:
         """Samples of the data before the current position, over all ranks and epochs.
 
-        Those are the samples that loops have received and, of the epochs that have ended, those
-        that ``drop_last`` has dropped. One that ``pad_last`` has repeated counts once.
+        It counts the samples that loops have received and those that ``drop_last`` has dropped in
+        ended epochs. One that ``pad_last`` has repeated counts once.
         """
         return self._samples_before(self.state_dict())
 
     @property
     def samples_drawn(self) -> int:
-        """As `samples_seen`, with the batches that workers have prefetched."""
+        """Like `samples_seen`, plus the batches that workers have prefetched."""
         return self._after(0 if self._pass is None else self._pass.num_drawn)
 
     def _after(self, num_batches: int) -> int:
@@ -234,14 +234,14 @@ class GlobalSampler(PassSampler):
 
     @property
     def received_at(self) -> tuple[int, int]:
-        """Where the batch that the loop has received last begins, as `samples_seen`, and its size.
+        """The start, counted as in `samples_seen`, and the size of the last batch received.
 
         Raises as `received_batch`.
         """
         if self._is_known_ahead:
             raise UsageError(
                 f"{self._comm.rank_label}: workers of a DataLoader have prefetched batches of this "
-                f"GlobalSampler, so the size of the batch in hand is not known. {_CURE}."
+                f"GlobalSampler, so the size of the current batch is not known. {_CURE}."
             )
         num = 0 if self._pass is None else self._pass.num_received
         begin = self._after(max(0, num - 1))
@@ -249,6 +249,7 @@ class GlobalSampler(PassSampler):
 
     def _started(self, one_pass: LoaderPass) -> None:
         # The DataLoader of a loop with workers requests two iterators before it draws.
+        self._leave_pass()
         last = self._pass
         self._is_ahead = not one_pass.is_of_loader and last is not None and last.num_drawn == 0
         self._start = self._reached(is_left=True)
@@ -279,7 +280,14 @@ class GlobalSampler(PassSampler):
 
     def _go_to(self, epoch: int, position: int = 0) -> None:
         """Let the next pass begin here."""
+        self._leave_pass()
         self._start, self._pass = SamplerState(epoch=epoch, position=position), None
+
+    def _leave_pass(self) -> None:
+        """Tell the shares what they have not seen of a pass: what followed its last batch."""
+        last = self._pass
+        if last is not None and last.num_received and not last.has_ended:
+            self.shares.before_next(last.num_received)
 
     def order(self, epoch: int) -> Order:
         """The permutation of an epoch, shape ``(dataset_length,)``."""
@@ -290,7 +298,8 @@ class GlobalSampler(PassSampler):
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch; does nothing if it is already in progress.
 
-        So ``for epoch in range(sampler.epoch, n): sampler.set_epoch(epoch)`` resumes in the middle.
+        ``for epoch in range(sampler.epoch, n): sampler.set_epoch(epoch)`` resumes in the middle.
+        Raises UsageError: the epoch is negative.
         """
         if epoch < 0:
             raise UsageError(f"epoch={epoch} must be 0 or more.")
@@ -302,9 +311,9 @@ class GlobalSampler(PassSampler):
         if self._is_known_ahead and not self._has_warned:
             self._has_warned = True
             warn(
-                f"{self._comm.rank_label}: the position of this GlobalSampler counts the batches "
-                "that workers of a DataLoader have prefetched, too: a training that continues from "
-                f"its state would leave them out. {_CURE}, or state_after(n).",
+                f"{self._comm.rank_label}: the position of this GlobalSampler includes batches "
+                "that workers of a DataLoader have prefetched: training resumed from its state "
+                f"would skip them. {_CURE}, or state_after(n).",
                 CheckpointWarning,
             )
         return self._with_shares(self._now())
@@ -427,12 +436,12 @@ class GlobalSampler(PassSampler):
 
 
 class EmptyBatchCollate:
-    """A collate function that also accepts no samples: every tensor then has 0 rows.
+    """A collate function that also accepts no samples: every tensor then has 0 rows. Local.
 
-    The result has the structure, dtypes and other sizes of a batch of sample 0. A batch that has
-    the sample twice shows what belongs to samples: the dimension in which a tensor is larger
-    becomes 0 (the first one, if there is not exactly one), and a list that is longer becomes empty.
-    A number that differs, such as a count, raises UsageError.
+    The result has the structure, dtypes and other sizes of a batch of sample 0. Comparing it with a
+    batch that has this sample twice shows what belongs to samples: the dimension in which a tensor
+    is larger becomes 0 (the first one, if there is not exactly one), and a list that is longer
+    becomes empty. A number that differs, such as a count, raises UsageError.
 
     Args:
         dataset: sample 0 is read from it for the first empty batch.

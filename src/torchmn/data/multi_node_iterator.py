@@ -28,8 +28,8 @@ def create_multi_node_iterator(
     """An iterator that returns the batches of ``rank_master`` on every rank. *Collective.*
 
     Args:
-        iterator: on the master, an iterator of batches such as `SerialIterator`, or what is
-            iterated once for each epoch, such as a DataLoader. On other ranks it is not read and
+        iterator: on the master, an iterator of batches such as `SerialIterator`, or an iterable
+            that is iterated once per epoch, such as a DataLoader. On other ranks it is not read and
             may be None.
         comm: the ranks that get the same batches, such as those that share a model.
         rank_master: the rank that reads.
@@ -92,13 +92,14 @@ class _FromMaster:
         return self._state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state, also of a plain iterator. *Collective*; the master's counts."""
+        """Resume from the master's state, also that of a plain iterator. *Collective.*"""
         self._on_master(lambda actual: actual.load_state_dict(state))
 
     def _on_master(self, function: Callable[[Any], Any]) -> Any:
         """Return on all ranks what ``function(iterator)`` returns on the master. *Collective.*
 
-        Raises StopIteration if it did; DataError: it raised, which the master raises as it is.
+        Raises StopIteration if the function did. If it raised anything else, the master raises that
+        and the other ranks raise DataError.
         """
         outcome: dict[str, Any] = {}
         own_error: Exception | None = None

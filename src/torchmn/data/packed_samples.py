@@ -115,8 +115,8 @@ class PackedSamples(Dataset[Any]):
 
     Args:
         memory: where the samples are.
-        layout: of the memory.
-        trust: for samples that were pickled.
+        layout: the layout of the memory.
+        trust: whether and how samples that were pickled may be unpickled.
         held: the ascending indices of the samples in ``memory``; None for all.
         length: the number of all samples if ``memory`` has only a part.
     """
@@ -314,7 +314,7 @@ def _pack_stacked(
     directory: str,
     progress: Callable[[], None],
 ) -> tuple[SharedMemorySegment, Layout, int]:
-    """Pack samples of equal shapes; return also how many, up to one that differs from sample 0."""
+    """Pack samples of equal shapes, up to one that differs from sample 0; return also how many."""
     layout = replace(shape, num_samples=length)
     end = layout.row.itemsize * length
     memory = SharedMemorySegment.create(end, COPY, directory)

@@ -54,7 +54,7 @@ def rank_seed(seed: int, rank: int) -> int:
 
 
 def rank_generator(generator: torch.Generator | None, rank: int) -> torch.Generator | None:
-    """The generator of a DataLoader on a rank: others than rank 0 have one of their own. Local.
+    """The generator of a DataLoader on a rank: ranks other than 0 get one of their own. Local.
 
     It seeds the workers, whose augmentation would be the same on all ranks.
     """
@@ -67,8 +67,8 @@ def rank_generator(generator: torch.Generator | None, rank: int) -> torch.Genera
 class RandomStreams:
     """The generators of this rank: Python's, numpy's, torch's on the CPU and on its GPU.
 
-    Made by `seed_ranks`. A checkpointer saves the generators by itself; for files of your own
-    ``state_dict()``, on every rank, is plain values and tensors.
+    Made by `seed_ranks`. A checkpointer saves the generators by itself; to save them in files of
+    your own, call ``state_dict()`` on every rank, which returns plain values and tensors.
 
     Example:
         >>> streams = torchmn.seed_ranks(0, comm)
@@ -265,14 +265,14 @@ def seed_ranks(seed: int, comm: Communicator) -> RandomStreams:
     numbers of its own: dropout masks and augmentations differ.
 
     Training begins at the first forward pass in training mode, with gradients enabled, of a model
-    of `create_multi_node_optimizer`, or at the latest at its first step. A look at a batch, a mean
-    over the data or an evaluation is no training. Workers of a DataLoader with the batches of
-    `scatter_loader` or `GlobalSampler`, or of a shard of `scatter_dataset`, draw different numbers
-    on each rank at any time. Call `RandomStreams.fork` where ranks must draw different numbers
+    of `create_multi_node_optimizer`, or at the latest at its first step. Looking at a batch, a mean
+    over the data and an evaluation are not training. Workers of a DataLoader with the batches of
+    `scatter_loader` or `GlobalSampler`, or of a shard of `scatter_dataset`, always draw different
+    numbers on each rank. Call `RandomStreams.fork` where ranks must draw different numbers
     before. Seed your own generators with the rank's seed:
     ``torch.Generator().manual_seed(streams.seed)``.
 
-    A second call begins once more with numbers that all ranks share.
+    A second call starts again with numbers that all ranks share.
 
     Args:
         seed: 0 .. 2**32 - 1, the same on all ranks.
@@ -300,8 +300,8 @@ def seed_ranks(seed: int, comm: Communicator) -> RandomStreams:
 def share_equal_numbers(comm: Communicator) -> None:
     """Treat equal generators as those of `seed_ranks`, for a framework that seeds. *Collective.*
 
-    Where ranks would draw different numbers, as in a state that the framework has restored, it only
-    notes that nothing is shared.
+    If the ranks' generators differ, for instance after the framework has restored a state, it only
+    notes that the ranks share no numbers.
     """
     gathered = comm.allgather_obj((position(), process_id(), _current.is_shared))
     if len({position for position, _, _ in gathered}) > 1:

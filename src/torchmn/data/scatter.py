@@ -23,9 +23,9 @@ Sample = TypeVar("Sample")
 _scattered: WeakSet[Communicator] = WeakSet()
 """The communicators whose ranks have shards of data sets."""
 SHARDS_DIFFER = (
-    "The shards of another number of ranks have other samples: a loop that trains on one sees some "
-    "samples of the current epoch twice and some not at all. With GlobalSampler none are lost or "
-    "repeated."
+    "On another number of ranks, shards hold different samples: a loop that trains on one sees "
+    "some samples of the current epoch twice and some not at all. With GlobalSampler none are lost "
+    "or repeated."
 )
 """The warning for a training with fixed shards that resumes on another number of ranks."""
 
@@ -138,7 +138,7 @@ def scatter_dataset(
     Raises:
         UsageError: an argument is out of range, or the root's data set has no length.
         RankMismatchError: ranks passed different roots, or data sets whose lengths differ or, as
-            far as that shows, samples or their order.
+            far as that can be detected, samples or their order.
         DataError: the data set raised an exception.
         SharedMemoryError: a node's memory is too small.
         UnsupportedError: a sample cannot be sent.

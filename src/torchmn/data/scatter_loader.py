@@ -80,8 +80,8 @@ def scatter_loader(loader: Any, comm: Communicator, *, read_by: ReadBy | None = 
     begins on all ranks together (*collective*); each ``for`` is a new pass, as with any DataLoader.
 
     Parts may differ by one sample, so an optimizer that `create_multi_node_optimizer` makes for
-    ``comm`` weights the ranks in each step by their parts of the batches that the step is of,
-    unless ``weight=`` is given: means are exact.
+    ``comm`` weights the ranks in each step by their parts of that step's batches, unless
+    ``weight=`` is given: means are exact.
 
     Where a batch has fewer samples than there are ranks, the last ranks get a batch of 0 rows, so
     that all make the same number of steps. Under ``torch.no_grad()`` or ``inference_mode()``, in an
@@ -95,7 +95,7 @@ def scatter_loader(loader: Any, comm: Communicator, *, read_by: ReadBy | None = 
     this state, which counts batches over all ranks, also after ``break``.
 
     A DataLoader whose ``batch_sampler`` is a `GlobalSampler` of ``comm`` keeps it, with its state:
-    the position is then exact also where workers prefetch.
+    the position is then exact even where workers prefetch.
 
     A stream (an `IterableDataset`, ``batch_size=None``, or another iterable of batches) has no
     indices, and ``read_by`` must say who reads it. Ranks communicate for every batch (*collective*)
@@ -111,10 +111,10 @@ def scatter_loader(loader: Any, comm: Communicator, *, read_by: ReadBy | None = 
             takes its part of ``batch_size`` (with ``batch_size=None``, its batches as they are).
 
     Raises:
-        UsageError: it is no DataLoader with batches of a data set with indices and ``read_by`` was
-            not given, or it gives each rank its part already; on all ranks.
+        UsageError: ``loader`` is no DataLoader and no stream, already gives each rank its part, is
+            a stream without ``read_by``, or is not a stream and has it; on all ranks.
         RankMismatchError: ranks passed loaders of different lengths, or of data sets whose samples
-            or their order differ, as far as that shows; on all ranks.
+            or order differ, as far as that can be detected; on all ranks.
         When a pass begins: DataError, the sampler of rank 0 raised (rank 0 raises its error);
         UsageError, a state that was loaded belongs to another order.
 
@@ -131,7 +131,7 @@ def scatter_loader(loader: Any, comm: Communicator, *, read_by: ReadBy | None = 
     problems = [_problem(each, comm, read_by) for each in loaders]
     if read_by is not None and not any(map(_is_stream, loaders)):
         problems.append(
-            f"read_by={read_by!r} for loaders that are no streams: their data sets have indices, "
+            f"read_by={read_by!r} for loaders that are not streams: their data sets have indices, "
             "and each rank reads the samples of its part. Leave it out."
         )
     facts: dict[str, object] = {"the number of loaders": len(loaders), "read_by": read_by}
@@ -255,8 +255,8 @@ def _problem_of_stream(loader: Any, comm: Communicator, read_by: ReadBy | None) 
     if held and rank != comm.rank and read_by != RANK_0:
         return (
             f"{what}, which holds {held} on rank {comm.rank}: the share of rank {rank} would be "
-            f"read twice and this rank's never. Make it with the rank {comm.rank}. (litdata takes "
-            "it from the variable GLOBAL_RANK.)"
+            f"read twice and this rank's never. Create it with rank {comm.rank}. (litdata takes it "
+            "from the variable GLOBAL_RANK.)"
         )
     if read_by is None:
         advice = (
@@ -276,7 +276,7 @@ def _problem_of_stream(loader: Any, comm: Communicator, read_by: ReadBy | None) 
         )
     if read_by == EACH_RANK and size is not None and size < comm.size:
         return (
-            f"batch_size={size} for {comm.size} ranks which read a share each. It is the size over "
-            "all ranks, so that each needs at least one sample of it."
+            f"batch_size={size} for {comm.size} ranks that each read a share. It is the size over "
+            "all ranks, and each needs at least one sample of it."
         )
     return ""

@@ -316,9 +316,9 @@ class ScatteredBatches(PassSampler):
                 raise UsageError(
                     "scatter_loader: the state was saved in the middle of a pass, and "
                     f"{type(self.batches).__name__} draws another order from the same random "
-                    "numbers: the data set, the batch size or the sampler is another one, or the "
-                    "sampler has numbers of its own. Give it a torch.Generator as its generator, "
-                    "or save and resume between two passes."
+                    "numbers: the data set, the batch size or the sampler has changed, or the "
+                    "sampler has random numbers of its own. Give it a torch.Generator as its "
+                    "generator, or save and resume between two passes."
                 )
             message["state"] = {**state, "digest": digest}
         return message

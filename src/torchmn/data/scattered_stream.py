@@ -92,13 +92,13 @@ class StreamLoader(Generic[Batch]):
     def reshard_state_dict(self, states: Sequence[StreamState], comm: Communicator) -> StreamState:
         """The state that this rank loads, from those of another number of ranks. Local.
 
-        Raises UsageError: each rank reads its share, and the shares are others.
+        Raises UsageError: in the middle of a pass in which each rank read its share.
         """
         if self._stream.read_by == EACH_RANK and states[0]["batches"]:
             raise UsageError(
                 f"{comm.rank_label}: the state was saved in the middle of a pass over a stream of "
-                f"which each of {len(states)} ranks read its share, and {comm.size} ranks have "
-                "other shares. Resume on as many ranks, or save between two passes."
+                f"which each of {len(states)} ranks read its share, and the shares of {comm.size} "
+                "ranks are different. Resume on as many ranks, or save between two passes."
             )
         return states[0]
 
@@ -328,7 +328,7 @@ class ScatteredStream(CountedPasses):
         """Give ranks that have read nothing a batch of 0 rows of another rank. *Collective.*
 
         Args:
-            no_rows: of each rank, why it has no batch of 0 rows; "" if it has, None if unknown.
+            no_rows: for each rank, why it has no batch of 0 rows; "" if it has, None if unknown.
 
         Raises UsageError, on all ranks: the batches of a rank cannot be divided.
         """

@@ -64,6 +64,6 @@ def share_held(stream: object, comm: Communicator) -> tuple[str, int]:
 def loses_samples(stream: object) -> bool:
     """Whether the state of a stream leaves out samples that it has read ahead. Local.
 
-    Hugging Face's has the place of what fills a shuffle buffer, and not what is in the buffer.
+    Hugging Face's state has the position of the source of a shuffle buffer, not what it holds.
     """
     return any(type(each).__name__.startswith("BufferShuffled") for each in held_by(stream))

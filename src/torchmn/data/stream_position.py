@@ -16,9 +16,9 @@ from torchmn.data.stream_parts import loses_samples
 class PositionedDataset(IterableDataset[Any]):
     """A data set whose state is its position, also at its end and after a resumed pass. Local.
 
-    The state of the data set itself may be that of its beginning when it has ended, which a
-    DataLoader notices with the last batch, if that has fewer samples, and not after it. And where
-    a state was loaded, it may begin each later pass there.
+    A data set that has ended may report the state of its beginning; a DataLoader reads it to its
+    end already for a short last batch. And after a state was loaded, a data set may begin every
+    later pass there, not only the next one.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -56,7 +56,7 @@ class PositionedDataset(IterableDataset[Any]):
 
 
 def positioned(source: Any) -> Any:
-    """A loader or another iterable of batches; with a `PositionedDataset` if it can be one. Local.
+    """The source, with its data set replaced by a `PositionedDataset` where possible. Local.
 
     Workers read copies of a data set, which this process cannot ask.
     """

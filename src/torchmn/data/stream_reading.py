@@ -1,8 +1,8 @@
 """Reading a stream on one rank: batch by batch, with its position, from which it can continue.
 
 The position has the state of what keeps one: a loader such as torchdata's StatefulDataLoader, or a
-data set with ``state_dict`` that this process itself reads. Of other streams the batches that were
-seen are read again and left out. They are the same only if the stream draws the same numbers again,
+data set with ``state_dict`` that this process itself reads. For other streams, the batches already
+seen are read again and skipped. They are the same only if the stream draws the same numbers again,
 so the generators begin as they did then, and the first and the last of these batches are compared.
 """
 
@@ -87,9 +87,9 @@ class StreamReading:
             if self._digests != position["digests"]:
                 raise UsageError(
                     "scatter_loader: the state was saved in the middle of a pass over a stream, "
-                    f"and the {num_seen} batches before it, which were read again, are others: the "
-                    "stream has changed, or draws random numbers in the process that trains. Let "
-                    "it have a generator of its own, seeded in __iter__; read it by workers "
+                    f"and the {num_seen} batches before it, which were read again, are different: "
+                    "the stream has changed, or draws random numbers in the process that trains. "
+                    "Let it have a generator of its own, seeded in __iter__; read it by workers "
                     "(num_workers=1); give the data set state_dict() and load_state_dict(); or "
                     "save and resume between two passes."
                 )
@@ -114,7 +114,7 @@ class Parts(NamedTuple):
     """The batches of all ranks, as `PartsCollate` makes them."""
 
     digest: str
-    """Of the whole batch: it is the same for any number of ranks."""
+    """The digest of the whole batch, the same for any number of ranks."""
     batches: list[tuple[int, Any]]
     """The number of samples and the batch of each rank."""
 

@@ -78,7 +78,7 @@ def findings(found: Mapping[str, GpuFacts], request: Request) -> Iterator[Findin
                 "warning",
                 [host],
                 f"GPUs {listed(pairs)} of {host} have no peer access",
-                "GPUs of one host reach each other's memory, or NCCL copies by the host's.",
+                "GPUs of one host reach each other's memory, or NCCL copies through the host's.",
                 "Switch off ACS in the BIOS, and give a container all GPUs of the host.",
             )
     for what, values in (
@@ -139,7 +139,7 @@ def _one_gpu(host: str, gpu: Mapping[str, str]) -> Iterator[Finding]:
             "warning",
             [host],
             f"{used:.0f} of {total:.0f} MiB of {name} are in use",
-            f"Before a job at most {_MAX_USED:.0%} of a GPU's memory are in use.",
+            f"Before a job at most {_MAX_USED:.0%} of a GPU's memory is in use.",
             "End what runs there (nvidia-smi lists the processes).",
         )
 

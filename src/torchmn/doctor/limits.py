@@ -62,7 +62,7 @@ def findings(found: Mapping[str, LimitFacts], request: Request) -> Iterator[Find
                 hosts=[host],
                 seen=f"a process on {host} may lock {facts.locked_bytes / MiB:.3g} MiB of "
                 "memory, and the host has InfiniBand",
-                rule="RDMA locks its buffers: the limit of locked memory is to be unlimited.",
+                rule="RDMA locks its buffers: the limit of locked memory should be unlimited.",
                 cure="Set 'memlock unlimited' in /etc/security/limits.conf and in the settings "
                 "of the scheduler's daemon.",
             )

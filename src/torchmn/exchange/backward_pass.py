@@ -18,33 +18,35 @@ from torchmn.exchange.agreements.facts import NO_JOINT_PASS
 
 
 class _Members:
-    """Counts the multi-node optimizers that exchange gradients in one backward pass."""
-
-    num = 0
-    are_elsewhere = False  # whether one of them has begun another pass since
-
-
-class _BeforePasses:
-    """Stands for a pass before the first one of the optimizers made on a communicator.
-
-    Optimizers made after some of those have begun a pass, as for the next fold of a
-    cross-validation, have such a pass of their own.
-    """
+    """Multi-node optimizers that exchange gradients in one backward pass, or that may do so."""
 
     def __init__(self) -> None:
-        self.num_made = 0
-        self.members = _Members()
+        self.optimizers: weakref.WeakSet[Passes] = weakref.WeakSet()
+        self.are_elsewhere = False
+        """Whether one of them has begun another pass since."""
 
-    def add_member(self) -> _Members:
-        """Count an optimizer; returns those that were made since a pass began, with it."""
+    @property
+    def share_next_pass(self) -> bool:
+        """Whether several of them may exchange gradients in their next pass."""
+        return len(self.optimizers) > 1 and not self.are_elsewhere
+
+
+class _OnCommunicator(_Members):
+    """The optimizers of a communicator, whose next pass is unknown once another one was made."""
+
+    num_made = 0
+
+    def add(self, passes: Passes) -> int:
+        """Add an optimizer that was just made; returns its number."""
+        self.optimizers.add(passes)
+        self.are_elsewhere = False
         self.num_made += 1
-        if self.members.are_elsewhere:
-            self.members = _Members()
-        self.members.num += 1
-        return self.members
+        return self.num_made
 
 
-_BEFORE_PASSES: weakref.WeakKeyDictionary[Communicator, _BeforePasses] = weakref.WeakKeyDictionary()
+_ON_COMMUNICATOR: weakref.WeakKeyDictionary[Communicator, _OnCommunicator] = (
+    weakref.WeakKeyDictionary()
+)
 _MEMBERS: weakref.WeakValueDictionary[int, _Members] = weakref.WeakValueDictionary()
 """The counts of the passes that run, by autograd's number of the pass."""
 
@@ -53,7 +55,12 @@ class BackwardPass:
     """A backward pass that has begun, from its first gradient on."""
 
     def __init__(
-        self, callback: AtEnd, on_release: Callable[[], None], *, packs_early: bool
+        self,
+        passes: Passes,
+        callback: AtEnd,
+        on_release: Callable[[], None],
+        *,
+        packs_early: bool,
     ) -> None:
         backward_id = current_graph_task_id()
         self.ids = {backward_id}
@@ -67,8 +74,8 @@ class BackwardPass:
         none."""
         # Weak: only autograd may keep the callback alive, so that its release can be noticed.
         self._callback = weakref.ref(callback, lambda _: on_release())
-        self.members = _MEMBERS.setdefault(backward_id, _Members())
-        self.members.num += 1
+        self.members = members = _MEMBERS.setdefault(backward_id, _Members())
+        members.optimizers.add(passes)
 
     @property
     def is_running(self) -> bool:
@@ -106,14 +113,14 @@ class Passes:
         self._rank_label = comm.rank_label
         self.current: BackwardPass | None = None
         """The pass that has begun and not ended."""
-        before = _BEFORE_PASSES.setdefault(comm, _BeforePasses())
-        self._members = before.add_member()  # of the last pass that ended
-        self.number = before.num_made
+        self._members = _Members()  # of the last pass that ended
+        self._on_communicator = _ON_COMMUNICATOR.setdefault(comm, _OnCommunicator())
+        self.number = self._on_communicator.add(self)
         """The number of this optimizer among those that were made on its communicator."""
         self.is_joint = False
         """Whether other optimizers exchange gradients in the pass that is ending."""
-        self.were_cleared = False
-        """Whether gradients were cleared since they were exchanged."""
+        self.are_zeros = False
+        """Whether gradients were set to zeros, and not to None, since they were exchanged."""
         self.are_compared = False
         """Whether that pass found the parameters unchanged since they were laid out."""
 
@@ -137,8 +144,8 @@ class Passes:
         Autograd calls ``callback`` when the pass ends. ``on_release`` is called if it raises,
         before another pass can begin.
         """
-        self._members.are_elsewhere = True
-        self.current = BackwardPass(callback, on_release, packs_early=packs_early)
+        self._members.are_elsewhere = self._on_communicator.are_elsewhere = True
+        self.current = BackwardPass(self, callback, on_release, packs_early=packs_early)
         at_end_of_backward(callback)
         return self.current
 
@@ -147,7 +154,7 @@ class Passes:
         ended, self.current = self.current, None
         if ended is not None:
             self._members = ended.members
-        self.is_joint = ended is not None and ended.members.num > 1
+        self.is_joint = ended is not None and len(ended.members.optimizers) > 1
         self.are_compared = ended is not None and ended.packs_early
         return ended
 
@@ -164,9 +171,8 @@ class Passes:
 
     def close(self) -> None:
         """Note that this optimizer takes part in no pass any more."""
-        self._members.num -= 1
-        # Of its own: an optimizer may be closed twice, and must not be subtracted twice.
-        self._members = _Members()
+        for members in (self._members, self._on_communicator):
+            members.optimizers.discard(self)
 
     @property
     def are_inside(self) -> bool:
@@ -174,12 +180,13 @@ class Passes:
         return self.current is not None and current_graph_task_id() != -1
 
     def raise_if_others_share_one(self) -> None:
-        """Raise UsageError if none of the optimizers that shared the last pass has begun another.
+        """Raise UsageError if other optimizers may share the next pass of this one.
 
-        For ranks that exchange without a pass while others may have such a pass again.
+        They shared its last one, or the last of them was made after it, and none has begun another.
+        For ranks that exchange without a pass while others may have such a pass.
         """
-        last = self._members
-        if last.num > 1 and not last.are_elsewhere and not self.is_joint:
+        may_share = self._members.share_next_pass or self._on_communicator.share_next_pass
+        if may_share and not self.is_joint:
             raise UsageError(f"{self._rank_label}: {NO_JOINT_PASS}")
 
     def raise_if_unfinished(self) -> None:

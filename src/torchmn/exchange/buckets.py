@@ -156,6 +156,7 @@ def plan_buckets(
     granularity: Granularity,
     bucket_bytes: int,
     num_footer: int,
+    first_bytes: int | None = None,
     footer_device: torch.device | None = None,
     allocate: Allocate = new_zeros,
 ) -> list[Bucket]:
@@ -168,9 +169,13 @@ def plan_buckets(
         parameters: in the order of registration; backward computes gradients roughly in reverse.
         granularity: ``parameter``: one bucket each, sorted by name; ``everything``: one for each
             dtype and device; otherwise by ``bucket_bytes``.
-        bucket_bytes: the least size of a bucket, except the last one of a dtype and device.
+        bucket_bytes: the least size of a bucket, except the first ones and the last one of a dtype
+            and device.
         num_footer: number of elements of the footer, which ends the last bucket. It has a bucket of
             its own if that bucket is in 16 bits, which cannot count far enough.
+        first_bytes: the least size of the first bucket, if that is smaller. Each of the next ones
+            has twice the size of the one before, up to ``bucket_bytes``: sums begin early, and the
+            next bucket is full before a slow link has sent the one before.
         footer_device: the device of the footer if there are no parameters; None: no buckets then.
         allocate: returns zeros of a size, dtype and device.
     """
@@ -182,7 +187,7 @@ def plan_buckets(
         groups = [
             part
             for kind in _by_kind(list(reversed(parameters)))
-            for part in _in_parts(kind, bucket_bytes)
+            for part in _in_parts(kind, bucket_bytes, first_bytes or bucket_bytes)
         ]
     has_own_footer, footer_dtype = not groups, torch.float32
     if groups:
@@ -214,18 +219,18 @@ def _by_kind(parameters: Sequence[NamedParameter]) -> list[list[NamedParameter]]
 
 
 def _in_parts(
-    parameters: Sequence[NamedParameter], bucket_bytes: int
+    parameters: Sequence[NamedParameter], bucket_bytes: int, first_bytes: int
 ) -> list[list[NamedParameter]]:
-    """Split into consecutive parts of at least ``bucket_bytes``, except the last one."""
+    """Split into consecutive parts, see `plan_buckets`."""
     parts: list[list[NamedParameter]] = []
     part: list[NamedParameter] = []
-    nbytes = 0
+    nbytes, least = 0, min(bucket_bytes, first_bytes)
     for name, parameter in parameters:
         part.append((name, parameter))
         nbytes += parameter.nbytes
-        if nbytes >= bucket_bytes:
+        if nbytes >= least:
             parts.append(part)
-            part, nbytes = [], 0
+            part, nbytes, least = [], 0, min(bucket_bytes, 2 * least)
     if part:
         parts.append(part)
     return parts
@@ -242,7 +247,8 @@ def _lay_out(group: Sequence[NamedParameter], num_footer: int, allocate: Allocat
         starts.append(end)
         end += math.ceil(size / _ALIGNMENT) * _ALIGNMENT
     buffer = allocate(end + num_footer, dtype, first.device)
-    # Memory that ranks share is wrapped by torch.frombuffer, whose storage cannot be resized.
+    # Memory that ranks share is wrapped by torch.frombuffer, whose storage cannot be resized. What
+    # torch allocates can be, on GPUs as well.
     is_ordinary = buffer.untyped_storage().resizable()
     small_nbytes = _SMALL_NBYTES if buffer.device.type == "cpu" else _SMALL_NBYTES_ON_GPU
     slots = []

@@ -65,6 +65,8 @@ def load_codec_state(codec: Codec | None, comm: Communicator, state: dict[str, A
                 CheckpointWarning,
             )
         return
+    # What another rank has lost belongs to its own gradients: added here as well, it would count
+    # twice, and what this rank has lost not at all.
     is_ours = (state.get("rank"), state.get("size")) == (comm.rank, comm.size)
     if state.get("state") and not is_ours:
         warn(

@@ -38,5 +38,6 @@ def watch_first_forward(models: Sequence[nn.Module]) -> ModelHooks:
     if training_start.function is not None:
         for module in {module: None for model in models for module in model.modules()}:
             if not isinstance(module, torch.jit.ScriptModule):
+                # Before hooks of the script, which may already draw the random numbers of training.
                 hooks.before_forward(module, before_forward, prepend=True)
     return hooks

@@ -72,7 +72,8 @@ class GradientExchange:
     ) -> None:
         self.num_sets = num_sets
         self.bucket_bytes: int | None = None
-        """The least size of a bucket, except the last one; None for the communicator's default."""
+        """The least size of a bucket, except the first ones and the last one; None for the
+        communicator's default."""
         self.scale: float | None = None
         """The `weight_scale` of the next exchange; None if the ranks have to agree on one."""
         self.zero_fill, self.reduction = options.zero_fill, options.reduction
@@ -150,6 +151,7 @@ class GradientExchange:
                 parameters,
                 granularity=comm.route.granularity,
                 bucket_bytes=self.bucket_bytes or comm.route.bucket_bytes,
+                first_bytes=comm.route.first_bucket_bytes,
                 num_footer=footer.num_values,
                 footer_device=sparse[0][1].device if sparse else None,
                 allocate=comm.route.new_buffer,

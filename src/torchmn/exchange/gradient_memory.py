@@ -2,10 +2,10 @@
 
 Every ``p.grad`` has a storage of its own, as after a plain backward pass: what a script keeps over
 ``zero_grad()`` (PCGrad, the similarity to an earlier gradient) keeps its values, and what it saves
-holds one gradient. In ordinary CPU memory the storage is a part of a bucket (`Slot.lend`), so that
-means need no copy; a bucket gets new memory before it is filled again if a script still uses the
-old one. In other memory (GPUs, buffers that the ranks of a node share) means are copied, and the
-copies are reused where nothing else refers to them (`GradientMemory`).
+holds one gradient. In ordinary memory of a CPU or GPU the storage is a part of a bucket
+(`Slot.lend`), so that means need no copy; a bucket gets new memory before it is filled again if a
+script still uses the old one. In other memory (buffers that the ranks of a node share) means are
+copied, and the copies are reused where nothing else refers to them (`GradientMemory`).
 """
 
 from __future__ import annotations

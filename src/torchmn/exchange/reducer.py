@@ -418,17 +418,17 @@ class GradientReducer:
         self._num_exchanges.num += 1
         return sums
 
-    def on_zero_grad(self) -> None:
-        """Forget what belongs to gradients that were cleared. Local."""
+    def on_zero_grad(self, *, keeps_zeros: bool) -> None:
+        """Forget what belongs to gradients that are cleared: to None, or to zeros. Local."""
         local, passes = self.local_passes, self.passes
         local.states.clear()
         local.may_exist = False
         self.exchange.num_in_step = 0
-        passes.were_cleared = True
+        passes.are_zeros = keeps_zeros
         if passes.current is not None:
             passes.clear()
         own = self.contribution
-        if own.has_counted:
+        if own.has_counted or own.given_weights:
             own.zero_grad()
 
     # ---- at the end of backward ----
@@ -503,7 +503,7 @@ class GradientReducer:
         )
         packing.finish()
         local.states.clear()
-        passes.were_cleared = False
+        passes.are_zeros = False
         self._num_exchanges.num += 1
         self.replicas.exchanged()
         return packing
@@ -526,11 +526,11 @@ class GradientReducer:
     # ---- inside ----
 
     def _has_gradients(self) -> bool:
-        """Whether there are gradients that were not cleared."""
+        """Whether there are gradients that were not cleared, or that the script has assigned."""
         if self.local_passes.states:
             return True
         trained = self.parameters.trained()
-        return not self.passes.were_cleared and any(p.grad is not None for _, p in trained)
+        return not self.passes.are_zeros and any(p.grad is not None for _, p in trained)
 
     def restart_counts(self) -> None:
         """Set `num_passes` and `passes_weight` to zero. Local."""

@@ -58,7 +58,7 @@ def named_parameters(
     ``former`` are parameters that were in the model, and may have left it since: their layer was
     replaced.
 
-    Raises UsageError: a parameter is not in the model; UnsupportedError: one is not initialised.
+    Raises UsageError: a parameter is not in the model; UnsupportedError: one is not initialized.
     """
     reshard(models)
     names = {
@@ -83,7 +83,7 @@ def named_parameters(
                 )
             if is_lazy:
                 raise UnsupportedError(
-                    f"Parameter '{names[parameter]}' is not initialised yet. Run one forward pass "
+                    f"Parameter '{names[parameter]}' is not initialized yet. Run one forward pass "
                     "before create_multi_node_optimizer."
                 )
             wanted.add(parameter)
@@ -141,6 +141,7 @@ def _options(inner: Optimizer) -> dict[str, str]:
     for index, group in enumerate(inner.param_groups):
         options[f"size of group {index}"] = str(len(group["params"]))
         for name, value in group.items():
+            # A rate may be a tensor on each rank's own GPU, whose number would differ in the text.
             if isinstance(value, Tensor) and value.numel() == 1:
                 value = value.item()
             if name != "params" and isinstance(value, (bool, int, float, str, tuple, type(None))):
@@ -171,6 +172,8 @@ def broadcast_and_verify(comm: Communicator, models: Sequence[nn.Module]) -> Non
     for model in models:
         tensors = named_tensors([model])
         sent = bcast_where_different(comm, model)
+        # Compared again: a tensor with overlapping memory, as `expand` makes it, may not hold what
+        # was copied into it, and ranks would train different models without a message.
         different += _different_of(comm, {name: tensors[name] for name in sent})
     if different:
         raise CommunicationError(
@@ -291,6 +294,7 @@ def copy_state_from_rank(
     if is_behind or (is_behind is None and not is_source):
         with torch.no_grad():
             for tensor, value in zip(tensors, held, strict=True):
+                # In place: the optimizer, hooks and compiled code refer to this memory.
                 local_part(tensor).copy_(value)
         load_inner_state(inner, state)
 

@@ -49,6 +49,8 @@ class Share(NamedTuple):
     is_miscounted: bool = False
     # Whether that is because the parts are of several loaders and in no common proportion.
     are_of_several: bool = False
+    # Samples of all ranks in the batches whose parts are the weight; None if unknown.
+    num_all: float | None = None
 
 
 @dataclass
@@ -183,10 +185,11 @@ class StepBatches:
             return self._of_kept(found, counted)
         num, parts = counted.num_samples, found.parts
         weight, total, proportion = parts[-1]
-        own = weight
+        own, num_all = weight, total
         if len(parts) > 1:
             if have_one_proportion(parts, self._size):
                 weight = sum(each.own for each in parts)
+                num_all = sum(each.all for each in parts)
             elif len(found.passes) > 1:
                 latest = [each.latest for each in found.passes]
                 return Share(weight, num, latest, is_miscounted=True, are_of_several=True)
@@ -195,7 +198,7 @@ class StepBatches:
         if is_all:
             own = weight
         if not (num and own):
-            return Share(weight, num, parts, is_miscounted=num > 0)
+            return Share(weight, num, parts, is_miscounted=num > 0, num_all=num_all)
         multiple, rest = divmod(num, own)
         is_even = not proportion and total % self._size == 0
         if is_even and rest:  # all may see the same constants
@@ -204,7 +207,7 @@ class StepBatches:
             multiple = 1
         seen = 4 * int(multiple) + 2 * (rest > 0) + is_all
         is_miscounted = rest > 0 and not is_even
-        return Share(weight, num, parts, seen, is_miscounted)
+        return Share(weight, num, parts, seen, is_miscounted, num_all=num_all)
 
     def _of_kept(self, found: _Found, counted: Counted) -> Share:
         """The share of batches that are kept: its weight is the count of forward.
@@ -221,7 +224,7 @@ class StepBatches:
             if seen is not None and seen % 2 == 0:  # of some of them: how many are left
                 received, total = sum(part.own for part in parts), sum(part.all for part in parts)
                 seen = 2 * round(total - num * total / received)
-            return Share(latest[-1].own, num, latest, seen)
+            return Share(latest[-1].own, num, latest, seen, num_all=latest[-1].all)
         if not counted.num_forwards and not parts:
             return self._last_share  # a second backward pass of the same forward pass
         each = num / max(1, counted.num_forwards)

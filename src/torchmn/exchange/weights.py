@@ -49,6 +49,9 @@ class Contribution:
         """Whether samples were ever counted, or a weight ever set."""
         self.share: Share | None = None
         """This rank's part of the batches in the exchange under way; None without loaders."""
+        self.given_weights: list[float] = []
+        """The weights that the script gave for the passes since the last exchange, one after
+        another."""
         self._set_weight = self._set_samples = 0.0
         self._counted = self._squares = 0.0
         self._num_forwards = 0
@@ -134,6 +137,8 @@ class Contribution:
                 is_joining=self.is_joining,
             )
             self.share = share if self.follows_batches and not self.is_set else None
+            if self.share is not None and self.share.num_all is not None:
+                self.mean_samples = self.share.num_all / self._size
 
     def _seen(self) -> Counted:
         if self.has_counted:
@@ -148,6 +153,7 @@ class Contribution:
         if self._is_counted:
             self._last_counted = self._num_counted
         self.is_set = False
+        self.given_weights.clear()
         self._forget_count()
         self._before_zero_grad, self.mean_samples, self.share = NOTHING, None, None
 
@@ -158,6 +164,7 @@ class Contribution:
         before it, of an evaluation or a batch that was left out, do not contribute to the
         gradients that follow.
         """
+        self.given_weights.clear()
         if self.has_counted:
             self._before_zero_grad = Counted(self._counted, 1, self._counted**2)
             self._forget_count()

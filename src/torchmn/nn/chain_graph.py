@@ -186,7 +186,7 @@ class ChainGraph:
         added in the same order under both schedules. ``gpipe``: a rank starts backward passes when
         it has done the forward passes of all micro-batches. ``1f1b``: it runs each backward pass as
         soon as possible, and a link holds the activations of at most two micro-batches more than
-        the number of links that follow it. One of the two hides the time of the messages.
+        the number of links that follow it; one of these hides the time of the messages.
         """
         return _Simulation(self, num_microbatches, schedule, has_backward).run()
 

@@ -53,13 +53,13 @@ class MultiNodeChainList(nn.Module):
 
     Args:
         comm: the ranks of the chain; for several copies of it, the model axis of a grid.
-        num_microbatches: in how many parts `forward_backward` cuts a batch, which the ranks work on
-            at the same time. With m of them and n ranks of equal speed a step takes (m + n - 1) / m
-            of the time of a rank that never waits.
+        num_microbatches: the number of parts into which `forward_backward` cuts a batch, so that
+            all ranks work at the same time. With m of them and n ranks of equal speed a step takes
+            (m + n - 1) / m of the time of a rank that never waits.
         schedule: ``gpipe``, forward with all micro-batches, then backward; or ``1f1b``, each one
             backward as soon as possible, so that a rank keeps the activations of few of them.
 
-    Raises UsageError, UnknownNameError: an argument has no such value. Local.
+    Raises UsageError, UnknownNameError: an argument has an invalid value. Local.
     """
 
     def __init__(
@@ -154,12 +154,12 @@ class MultiNodeChainList(nn.Module):
             targets: likewise for the loss.
             loss_fn: ``loss_fn(output, targets)``, or ``loss_fn(output)`` without targets; None: the
                 output is the loss.
-            reduction: what the loss is over its samples: micro-batches are weighted by their
-                samples, or added.
-            count: ``count(targets)``, if the loss is a mean over something else than samples, such
-                as the tokens that are not padding.
-            scaler: a GradScaler, in whose place the loss is scaled. A gradient that is not finite
-                on one rank is made so on all, so that all scalers leave the same steps out.
+            reduction: whether the loss is a mean or a sum over its samples. For a mean,
+                micro-batches are weighted by their numbers of samples.
+            count: ``count(targets)`` is the number of items of which the loss is a mean, if these
+                are not samples but, for example, the tokens that are not padding.
+            scaler: a GradScaler, by whose scale the loss is multiplied here. A gradient that is not
+                finite on one rank is made so on all, so that all scalers skip the same steps.
 
         Returns the loss of the batch, without graph and scale, on ranks with a module whose
         ``rank_out`` is None; None elsewhere.

@@ -21,7 +21,7 @@ def clip_grad_norm_(
     *,
     comm: Communicator | None = None,
 ) -> Tensor:
-    """Clip gradients to a norm of ``max_norm`` of the whole model; return the norm before.
+    """Clip the gradients of the whole model to ``max_norm``; return the norm before clipping.
 
     Like torch's function, but DTensors of several meshes, parameters of parallel layers and plain
     parameters may be mixed. *Collective over the ranks that hold parts.*
@@ -29,7 +29,7 @@ def clip_grad_norm_(
     Args:
         parameters: the parameters of this rank's part of the model, or the model.
         max_norm, norm_type: as in torch.
-        comm: the ranks of a model, if each has other modules, as with `torchmn.nn.functions`.
+        comm: the ranks of a model, if they have different modules, as with `torchmn.nn.functions`.
 
     Example:
         >>> layer = torchmn.nn.ParallelLinear(3, 2, comm)

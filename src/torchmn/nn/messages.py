@@ -3,8 +3,8 @@
 Each rank has one thread for each rank it sends to and one for each it receives from, so that a
 message neither waits for the computation nor stops it. Each message names its connection, its call
 and its micro-batch, so that the receiver takes them as they come. It begins with a header; the
-description of an object (its structure, shapes and dtypes) follows where it is another than that of
-the message before it on this connection.
+description of an object (its structure, shapes and dtypes) follows where it differs from that of
+the previous message on this connection.
 """
 
 from collections import defaultdict, deque
@@ -14,7 +14,6 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from torchmn.base import events
@@ -28,6 +27,7 @@ from torchmn.base.errors import (
 )
 from torchmn.comm import Communicator, object_codec
 from torchmn.comm.engine import Engine, Work
+from torchmn.comm.point_to_point import ENVELOPE_BYTES, new_bytes, opened, sealed
 from torchmn.comm.transports.base import (
     BackoffTimeLimit,
     TimeLimit,
@@ -36,8 +36,6 @@ from torchmn.comm.transports.base import (
 )
 from torchmn.nn.chain_graph import BACKWARD, FORWARD, Edge
 
-# int64 numbers: four of the place, samples of part and batch, size of the description, 0.
-_HEADER = 8
 _TAG = 1
 _YEAR_S = 365 * 86400.0
 _PAUSE_S = 0.0005  # the longest between two polls of a transport that polls
@@ -106,7 +104,6 @@ class Messages:
         self._comm = comm
         self._engines: dict[tuple[str, int], Engine] = {}
         self._limits: dict[tuple[str, int], BackoffTimeLimit] = {}
-        self._heads: dict[tuple[str, str, int], bytes] = {}
         self._sends: deque[tuple[Place, Work[None]]] = deque()
         self._pending: defaultdict[int, deque[Work[tuple[Any, ...]]]] = defaultdict(deque)
         self._arrived: dict[tuple[int, ...], Delivery] = {}
@@ -144,16 +141,18 @@ class Messages:
         if peer == own:
             self._arrived[place.numbers] = Delivery(obj, samples)
             return
+        numbers = (*place.numbers, samples.of_part, samples.of_batch)
+        note = " ".join(map(str, numbers))
         try:
-            message = object_codec.pack(obj, object_codec.Trust())
+            message = object_codec.pack(obj, object_codec.Trust(), note=note)
         except UnsupportedError as error:
             raise UsageError(
-                f"{self._comm.rank_label}: {place} holds an object of another type than links can "
+                f"{self._comm.rank_label}: {place} holds an object of a type that links cannot "
                 "exchange. Let a link return tensors, numbers, text or None, or tuples, lists and "
                 f"dicts of them. ({error})"
             ) from error
         engine = self._engine("send", peer)
-        self._sends.append((place, engine.submit(partial(self._send, place, message, samples))))
+        self._sends.append((place, engine.submit(partial(self._send, place, message))))
         while self._sends and self._sends[0][1].done:  # so that their memory is free
             self._finish_send()
 
@@ -238,49 +237,31 @@ class Messages:
             limit.end()
         return limit
 
-    def _send(self, place: Place, message: object_codec.Message, samples: Samples) -> None:
+    def _send(self, place: Place, message: object_codec.Message) -> None:
         peer = place.ends[1]
-        key = ("send", place.kind, place.edge.number)
-        is_known = self._heads.get(key) == message.head
-        self._heads[key] = message.head
-        header = torch.tensor(
-            [
-                *place.numbers,
-                *(samples.of_part, samples.of_batch),
-                0 if is_known else len(message.head),
-                0,
-            ],
-            dtype=torch.int64,
-            device="cpu",
-        )
-        head = [] if is_known else [torch.frombuffer(bytearray(message.head), dtype=torch.uint8)]
         limit = self._limit("send", peer)
         transport = self._up if place.ends[0] < peer else self._down
         assert transport is not None  # noqa: S101 - a message to another rank
-        _exchange(
-            transport,
-            [(peer, object_codec.as_bytes(t)) for t in (header, *head, *message.buffers)],
-            [],
-            limit,
-        )
+        parts = [*sealed(message.head), *message.buffers]
+        _exchange(transport, [(peer, part) for part in parts], [], limit)
 
     def _receive(self, source: int) -> tuple[Any, ...]:
         transport = self._up if source < self._comm.rank else self._down
         assert transport is not None  # noqa: S101 - a message of another rank
         limit = self._limit("receive", source)
-        header = torch.zeros(_HEADER, dtype=torch.int64, device="cpu")
-        _exchange(transport, [], [(source, object_codec.as_bytes(header))], limit)
-        kind, edge, microbatch, call, of_part, of_batch, nbytes, _ = header.tolist()
-        key = ("receive", _KINDS[kind], edge)
-        if nbytes:
-            head = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-            _exchange(transport, [], [(source, head)], limit)
-            self._heads[key] = head.numpy().tobytes()
-        _, body, tensors = object_codec.unpack_head(self._heads[key], self._comm.device)
-        _exchange(transport, [], [(source, object_codec.as_bytes(t)) for t in tensors], limit)
+
+        def receive(*parts: Tensor) -> None:
+            _exchange(transport, [], [(source, part) for part in parts], limit)
+
+        envelope = new_bytes(ENVELOPE_BYTES)
+        receive(envelope)
+        _, head = opened(envelope, receive)
+        note, body, tensors = object_codec.unpack_head(head, self._comm.device)
+        receive(*map(object_codec.as_bytes, tensors))
         obj = object_codec.unpack(body, tensors, object_codec.Trust())
+        *numbers, of_part, of_batch = map(int, note.split())
         # Tensors by themselves as well: `Work.wait` orders the streams of those that it can see.
-        return (kind, edge, microbatch, call), obj, Samples(of_part, of_batch), *tensors
+        return tuple(numbers), obj, Samples(of_part, of_batch), *tensors
 
     def _await(self, place: Place, work: Work[Any], name: str, peer: int) -> None:
         """Wait for a message, recorded as a collective of the two ranks."""

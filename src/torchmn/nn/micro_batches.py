@@ -81,7 +81,7 @@ def samples_to_cut(batch: Any, name: str) -> int:
 def split(batch: Any, num_parts: int) -> list[Any]:
     """Cut along dim 0: sizes differ by at most one, the larger parts come first.
 
-    What has no dim 0 is in every part.
+    Objects without a dim 0 are in every part.
     """
     parts = [
         [_apart(piece) for piece in tensor.tensor_split(num_parts)]

@@ -36,8 +36,8 @@ class MultiNodeNStepRNN(nn.Module):
         `torchmn.functions.pseudo_connect`, or call its ``backward()`` where there is no loss.
 
         Args:
-            input: of the network, a tensor or a PackedSequence.
-            hx: the first hidden state, without ``rank_in``.
+            input: the input of the network, a tensor or a PackedSequence.
+            hx: the first hidden state; only without ``rank_in``.
 
         Raises:
             UsageError: ``hx`` is given with ``rank_in``.
@@ -93,10 +93,11 @@ def create_multi_node_n_step_rnn(
     Args:
         actual_link: an ``nn.LSTM``, ``nn.GRU`` or ``nn.RNN``.
         communicator: the ranks.
-        rank_in: the rank that sends the first hidden state, or None: that of the script.
+        rank_in: the rank that sends the first hidden state; None: the script passes it as ``hx``.
         rank_out: the rank that gets the last hidden state, or None.
 
-    Raises UsageError: it is another kind of module, or a rank is not another rank.
+    Raises UsageError: ``actual_link`` is another kind of module, or ``rank_in`` or ``rank_out`` is
+    not another rank of ``communicator``.
 
     Example:
         >>> lstm = torch.nn.LSTM(3, 4)

@@ -63,7 +63,7 @@ def _ns(seconds: float) -> int:
 
 
 def _us(ns: int) -> float:
-    """Return microseconds that are these nanoseconds again, for those who cut off the rest.
+    """Convert nanoseconds to microseconds that a reader which truncates converts back exactly.
 
     Perfetto multiplies by 1000 and cuts, so that 0.001 less than a nanosecond would be a whole one.
     """

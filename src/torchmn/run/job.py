@@ -134,7 +134,7 @@ def worker_command(input_path: str = "") -> tuple[str, ...]:
 def python_command(target: str, args: Sequence[str] = (), *, is_module: bool = False) -> list[str]:
     """Return the command that runs a script or a module, which must exist.
 
-    Raises UsageError: there is no such script or module, or it is a folder.
+    Raises UsageError: there is no such script or module, it cannot be read, or it is a folder.
 
     Example:
         >>> python_command("timeit", ["-n", "1"], is_module=True)[1:]
@@ -148,13 +148,17 @@ def python_command(target: str, args: Sequence[str] = (), *, is_module: bool = F
             )
         return [sys.executable, "-m", target, *args]
     script = Path(target)
+    try:
+        os.stat(script)
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        raise UsageError(
+            f"There is no script {target!r} (looked in {Path.cwd()}).{_hint(target, args)}"
+        ) from None
+    except OSError as error:
+        raise UsageError(f"The script {target!r} cannot be found: {error.strerror}.") from None
     if script.is_dir():
         raise UsageError(
             f"{target!r} is a folder: name the script in it, or use -m to run a package."
-        )
-    if not script.exists():
-        raise UsageError(
-            f"There is no script {target!r} (looked in {Path.cwd()}).{_hint(target, args)}"
         )
     if not os.access(script, os.R_OK):
         raise UsageError(f"The script {target!r} is not readable: change its permissions.")

@@ -1,5 +1,6 @@
 """Remove the log folders of earlier runs, where the user asks for it."""
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -22,7 +23,8 @@ def remove_old(parent: Path, keep: int | None) -> str:
     found = sorted(
         path
         for path in parent.iterdir()
-        if _NAME.fullmatch(path.name) and (path / JOB_FILE).is_file() and not path.is_symlink()
+        # Not `Path.is_file`, which raises for the private folder of another user.
+        if _NAME.fullmatch(path.name) and os.path.isfile(path / JOB_FILE) and not path.is_symlink()
     )
     if keep is None:
         if len(found) != MANY:  # said once: the next run makes one more

@@ -150,6 +150,7 @@ class RunOptions:
     def num_threads(self) -> int | None:
         """Number of threads of each rank by ``-x OMP_NUM_THREADS=...``, None if not given."""
         given = [text.partition("=")[2] for text in self.exported if text.startswith(_THREADS)]
+        # The last one counts, as it does in `environment`.
         return int(given[-1]) if given and given[-1].isdecimal() else None
 
     @property
@@ -252,6 +253,7 @@ def plan_job(options: RunOptions, env: Mapping[str, str]) -> tuple[Job, str]:
             "mpirun, torchrun and srun do. Put options of the remote shell into TORCHMN_RSH."
         )
     if not is_remote and limits is None:
+        # Listed under several of its names, it is still one host, whose ranks share memory.
         hosts = (Host(name=THIS_HOST, slots=sum(host.slots for host in hosts)),)
     job = replace(options.job(hosts, launcher, backend, env), limits=limits)
     if job.meeting is not None:

@@ -120,11 +120,13 @@ def raise_if_folder(path: Path) -> None:
         raise UsageError(f"--output {path} is a folder: name a file in it for the job script.")
 
 
-def write_script(text: str, path: Path, *, mode: int = 0o700) -> Path | None:
+def write_script(
+    text: str, path: Path, *, mode: int = 0o700, cure: str = "choose another file with --output"
+) -> Path | None:
     """Write the script, readable by this user only, since exported variables may be secrets.
 
     An existing file with other content is renamed to ``NAME~``, since it may have been edited.
-    Returns the new path of the old file, or None. Raises UsageError.
+    Returns the new path of the old file, or None. Raises UsageError, with the ``cure``.
     """
     raise_if_folder(path)
     kept, draft = path.with_name(f"{path.name}~"), path.with_name(f".{path.name}.new")
@@ -136,8 +138,7 @@ def write_script(text: str, path: Path, *, mode: int = 0o700) -> Path | None:
         draft.replace(path)
     except OSError as error:
         raise UsageError(
-            f"The job script {path} cannot be written ({error.strerror}): choose another file "
-            "with --output."
+            f"The script {path} cannot be written ({error.strerror}): {cure}."
         ) from None
     return kept if has_other else None
 

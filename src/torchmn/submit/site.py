@@ -4,6 +4,7 @@ Keys at the top level apply to all schedulers; those in ``[pbs]``, ``[slurm]`` a
 ``[grid_engine]`` apply to one and take precedence.
 """
 
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -119,7 +120,8 @@ def find_site(named: Path | None, *, folder: Path, home: Path) -> Path | None:
     if named is not None:
         return named
     candidates = (folder / PROJECT_FILE, home / USER_FILE)
-    return next((path for path in candidates if path.is_file()), None)
+    # Not `Path.is_file`, which raises where the home is not readable, as under sudo -u.
+    return next((path for path in candidates if os.path.isfile(path)), None)
 
 
 def read_site(path: Path | None) -> Site:

@@ -16,7 +16,7 @@ _END = object()
 
 
 class Progress(Protocol):
-    """What knows how many epochs are done. Local."""
+    """An object that knows how many epochs are done. Local."""
 
     @property
     def epoch(self) -> int:
@@ -167,9 +167,9 @@ class EpochLoader:
         if self._sampler is not None:
             return []
         return [
-            "The loader has no GlobalSampler and returns other samples on another number of ranks: "
-            "in the current epoch, some are seen twice and some not at all. With "
-            " DataLoader(batch_sampler=GlobalSampler(...)) none are lost or repeated."
+            "The loader has no GlobalSampler and returns different samples on another number of "
+            "ranks: in the current epoch, some are seen twice and some not at all. With "
+            "DataLoader(batch_sampler=GlobalSampler(...)) none are lost or repeated."
         ]
 
     def batch_settings(self) -> BatchSettings | None:
@@ -262,7 +262,7 @@ class EpochLoader:
         return None if own is None else own.get_state()
 
     def _restore_pass(self, saved: torch.Tensor | None, num_done: int) -> None:
-        """Draw the batches of this epoch that were done again, with the same random numbers."""
+        """Draw again, with the same random numbers, the batches of this epoch that were done."""
         generator = self._generator()
         now = generator.get_state()
         if saved is not None:

@@ -64,12 +64,12 @@ class MultiprocessParallelUpdater(StandardUpdater):
     Args:
         iterators: one per device, main's first, over parts of equal length
             (`torchmn.split_dataset_n_random`).
-        optimizer: any ordinary one, over parameters of ``model``. It steps on main only.
-        model: is moved to main's device; called with a batch it returns the loss.
+        optimizer: a plain optimizer over parameters of ``model``. It steps on main only.
+        model: moved to main's device; called with a batch, it returns the loss.
         devices: ``{"main": 0, "gpu1": 1}`` or a list, main first; GPU numbers, ``"cuda:1"`` or
             ``"cpu"``, all of one kind.
-        loss_func: is called in place of the model.
-        timeout_s: the limit of one exchange in seconds.
+        loss_func: called in place of the model.
+        timeout_s: the time limit of one exchange in seconds.
 
     Raises UsageError, UnsupportedError: the arguments do not fit together.
 
@@ -119,7 +119,10 @@ class MultiprocessParallelUpdater(StandardUpdater):
         self._num_threads_before = 0
 
     def update(self) -> None:
-        """Do one iteration on all devices."""
+        """Do one iteration on all devices.
+
+        Raises UsageError: it has ended; LaunchError, PeerLostError: see the class.
+        """
         self.setup_workers()
         if self._replica is None:
             raise UsageError("This updater has ended. Make a new one to train again.")
@@ -259,7 +262,7 @@ class MultiprocessParallelUpdater(StandardUpdater):
 
     @contextlib.contextmanager
     def _report_of_failure(self) -> Iterator[None]:
-        """Turn the loss of a worker into the launcher's report of why it ended."""
+        """Replace the error that a worker was lost by the launcher's report of why it ended."""
         try:
             yield
         except CommunicationError:
@@ -288,8 +291,9 @@ class MultiprocessParallelUpdater(StandardUpdater):
         topology = Topology(("localhost",) * size)
         if None in [getattr(source, "reshard_state_dict", None) for source in sources]:
             raise UsageError(
-                f"The state was saved with {len(states)} devices, here are {size}. Use the same "
-                "number, or iterators whose state can be resharded: SerialIterator or a DataLoader."
+                f"The state was saved with {len(states)} devices, and there are {size} now. Use "
+                "the same number, or iterators whose state can be resharded: SerialIterator or a "
+                "DataLoader."
             )
         return [
             source.reshard_state_dict(states, topology.place(rank))
@@ -356,7 +360,7 @@ def named_devices(devices: Mapping[str, Device] | Sequence[Device]) -> dict[str,
         raise UnsupportedError(f"GPUs {gpus}: NCCL needs one rank per GPU. Name each GPU once.")
     num_gpus = torch.cuda.device_count() if gpus else 0
     if gpus and max(gpus) >= num_gpus:
-        raise UsageError(f"There is no GPU {max(gpus)}: this machine shows {num_gpus}.")
+        raise UsageError(f"There is no GPU {max(gpus)}: this process sees {num_gpus}.")
     return found
 
 

@@ -139,7 +139,7 @@ def extend_with_reports(
     two are kept. The progress bar is shown on terminals only.
 
     Args:
-        trainer: has its evaluators already.
+        trainer: the trainer, to which evaluators have already been added.
         comm: the ranks that train together.
         images_per_epoch: images of all ranks together in an epoch; for the column ``images/s``,
             which includes the time of evaluations.
@@ -189,7 +189,7 @@ def extend_with_reports(
 
 
 class _WithoutEscapes:
-    """Standard output that is not a terminal, without PrintReport's order to erase the screen."""
+    """Standard output that is not a terminal, without PrintReport's escape to erase the screen."""
 
     def write(self, text: str) -> int:
         return sys.stdout.write(text.replace("\033[J", ""))

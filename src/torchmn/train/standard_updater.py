@@ -27,13 +27,13 @@ class StandardUpdater:
     Args:
         iterator: a `torchmn.SerialIterator`, or a DataLoader, whose epochs are passes over it;
             ``set_epoch`` of its sampler is called. If a `GlobalSampler` as its ``batch_sampler``
-            gives this rank a batch without samples, it participates in the step with weight 0;
-            the model is run only if it has batch normalization over ranks.
-        optimizer: any, or one of `create_multi_node_optimizer`.
-        model: is called with the batch and returns the loss. What it reports with
+            gives this rank a batch without samples, the rank participates in the step with weight
+            0; the model is run only if it has batch normalization over ranks.
+        optimizer: any optimizer, also one of `create_multi_node_optimizer`.
+        model: called with the batch, it returns the loss. What it reports with
             ``pytorch_pfn_extras.reporting.report(values, self)`` is observed as ``main/...``.
-        loss_func: is called in place of the model.
-        device: the batch is moved to it; None does not move the batch.
+        loss_func: called in place of the model.
+        device: where the batch is moved to; None does not move the batch.
         converter: moves the batch: ``converter(batch, device)``.
 
     Raises UsageError: ``iterator`` can be iterated only once.
@@ -167,7 +167,7 @@ def compute_gradients(loss_func: Callable[..., Tensor], batch: Any) -> None:
 
 
 class Classifier(nn.Module):
-    """A network with its loss, like Chainer's ``L.Classifier``.
+    """A network with its loss, like Chainer's ``L.Classifier``. Local.
 
     Called with inputs ``(batch, ...)`` and labels ``(batch,)``, it returns the loss and reports
     ``loss`` and ``accuracy``, the fraction of the batch whose largest logit is that of the label.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from tests.limits import limit
-from tests.netlab import missing_requirement
 
 ROOT = Path(__file__).parents[3]
 OUT = ROOT / "benchmarks" / "out" / "gpu_smoke.json"
@@ -50,9 +50,27 @@ def test_all_parts_on_two_ranks() -> None:
     assert bars["wide_mlp, every_step_view: left after close()"]["value"] < 0.1
 
 
-@pytest.mark.root
-@pytest.mark.skipif(missing_requirement() is not None, reason="test hosts cannot be made here")
+def test_paced_connections_in_place_of_test_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from gpu.paced_ranks import MAX_PACING_RATE, pace
+
+    def rate_of(each: socket.socket) -> int:
+        found = each.getsockopt(socket.SOL_SOCKET, MAX_PACING_RATE, 4)
+        return int.from_bytes(found, sys.byteorder)
+
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as sender,
+        server.accept()[0] as other,
+    ):
+        before = rate_of(server)
+        assert pace(12_500_000) >= 2
+        assert [rate_of(each) for each in (sender, other)] == [12_500_000] * 2
+        assert rate_of(server) == before, "it has no connection"
+
+
 def test_slow_links() -> None:
+    """On test hosts, or without root by paced connections."""
     bars = measured("links")
     for side in ("every_step", "int8", "1bit", "diloco_int8"):
         assert bars[f"gpt over 1gbit: {side} / ddp"]["value"] > 0

@@ -276,6 +276,7 @@ BAD_INPUT = {
         "-n must be a whole number, gpu, cpu or auto, got 'two'.",
     ),
     "no script": (["-n", "1", "missing.py"], "There is no script 'missing.py'"),
+    "long name": (["-n", "1", "x" * 300], "cannot be found: File name too long"),
     "no module": (["-n", "1", "-m", "no_such_module"], "no module 'no_such_module'"),
     "unknown option": (["--frobnicate", "script.py"], "--frobnicate"),
     "log folder": (["--log-dir", "script.py/logs", "script.py"], "/logs' cannot be used"),

@@ -137,7 +137,7 @@ def test_another_growth_is_reported(tmp_path: Path) -> None:
     warned, _ = resumed(tmp_path, 2, batch_of(6, growth=BatchGrowth([1])))
     assert len(warned) == 1
     assert "continues with 6 samples and BatchGrowth([1], factor=2" in warned[0]
-    assert "the batch grows otherwise" in warned[0]
+    assert "the batch grows differently" in warned[0]
 
 
 def test_objects_that_know_no_batch_and_older_checkpoints_say_nothing(tmp_path: Path) -> None:

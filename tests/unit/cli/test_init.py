@@ -187,6 +187,15 @@ def test_the_data_say_how_many_classes_there_are(tmp_path: Path) -> None:
     assert table.build_model(train)(torch.zeros(2, 2)).shape == (2, 7)
 
 
+def test_a_script_that_cannot_be_written(tmp_path: Path) -> None:
+    """There is no --output to name, as for a job script."""
+    (tmp_path / ".train.py.new" / "in the way").mkdir(parents=True)
+    with pytest.raises(
+        UsageError, match=r"train\.py cannot be written \(.*\): name another folder"
+    ):
+        init(tmp_path, "--scheduler", "none")
+
+
 def test_names_that_are_unknown(tmp_path: Path) -> None:
     with pytest.raises(UnknownNameError, match="kind 'sound'. Known: image, text, tabular"):
         init(tmp_path / "a", "--kind", "sound")

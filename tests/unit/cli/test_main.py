@@ -11,6 +11,7 @@ import pytest
 
 import torchmn
 from tests.limits import limit
+from torchmn.cli.app import run_command
 
 SOURCES = str(Path(torchmn.__file__).parents[1])
 
@@ -44,6 +45,28 @@ def test_the_bare_command_shows_its_help() -> None:
 @pytest.mark.processes
 def test_a_shell_completes_options() -> None:
     assert completed("torchmn run --launch") == ["--launcher"]
+
+
+@pytest.mark.parametrize("words", [["run", "x.py"], ["run", "-m", "x"], ["doctor"], ["init"]])
+def test_a_working_directory_that_was_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    folder = tmp_path / "removed"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    assert run_command(words) == (
+        "The working directory was removed: cd to one that exists.",
+        2,
+    )
+
+
+@pytest.mark.processes
+def test_torchrun_s_completion_needs_no_script() -> None:
+    own = run("-m", "torchmn", "--show-completion", "bash")
+    asked = run("-m", "torchmn", "run", "--print-completion", "bash")
+    assert (asked.returncode, asked.stdout, asked.stderr) == (0, own.stdout, "")
+    assert "complete" in own.stdout
 
 
 @pytest.mark.processes

@@ -66,7 +66,7 @@ def test_two_runs_are_compared(tmp_path: Path) -> None:
     before = ImitatedRun(num_ranks=2).write(tmp_path / "before")
     same = ImitatedRun(num_ranks=2, seed=1).write(tmp_path / "same")
     slow = ImitatedRun(num_ranks=2, seed=2, slower={(1, "forward"): 2.0}).write(tmp_path / "slow")
-    assert "No difference that the noise allows to see" in report(before, same, "--text")
+    assert "No difference can be seen within the noise" in report(before, same, "--text")
     text = " ".join(report(before, slow, "--text", status=1).split())
     assert "B is slower than A" in text
     assert "Phases that are longer in B: forward +" in text

@@ -6,6 +6,7 @@ of 4.
 
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 
 import torchmn.cntk as C
 from torchmn.comm import Communicator, create_communicator
-from torchmn.errors import TorchmnWarning, UsageError
+from torchmn.errors import ResultWarning, TorchmnWarning, UsageError
 from torchmn.testing import run_ranks
 
 from .sessions import NUM_SAMPLES, Training, is_far, source, squared
@@ -86,6 +87,16 @@ def test_cross_validation_does_not_change_the_training(alone: Communicator) -> N
         validated.run(both, cv_config=config)
     assert validated.recorder.losses == plain.recorder.losses
     assert validated.recorder.tests[0] == (7, 1)
+
+
+def test_cross_validation_within_a_block_advises_what_a_session_can_do() -> None:
+    def rank_main(comm, frequency):
+        config = C.CrossValidationConfig(source(seed=1), frequency=frequency)
+        Training(comm, "block").run(source(54), mb_size=3, cv_config=config)
+
+    with pytest.warns(ResultWarning, match="let frequency be a multiple of block_size"):
+        run_ranks(partial(rank_main, frequency=20), 2)
+    run_ranks(partial(rank_main, frequency=18), 2)  # which is what it advises
 
 
 def test_cross_validation_without_source_calls_the_callback_only(alone: Communicator) -> None:

@@ -178,8 +178,7 @@ def test_an_error_of_this_rank_alone(kind: type[BaseException], has_peers: bool)
     engine.close()
 
 
-def test_close_completes_the_queue_and_rejects_more() -> None:
-    engine = Engine(CPU)
+def test_close_completes_the_queue_and_rejects_more(engine: Engine) -> None:
     done: list[int] = []
     for i in range(5):
         engine.submit(lambda i=i: done.append(i))

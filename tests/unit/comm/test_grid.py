@@ -148,7 +148,9 @@ def test_a_checkpoint_gives_each_rank_its_part_of_the_model(tmp_path: Path) -> N
         for rank, weight in enumerate(loaded):
             assert torch.equal(weight, saved[rank % 2])
     messages = run_ranks(resume_whole, 2)
-    assert all("each had its own model/bias, model/weight" in message for message in messages)
+    assert all(
+        "had different values of model/bias, model/weight" in message for message in messages
+    )
 
 
 def test_replicas_are_compared_along_the_data_axis(tmp_path: Path) -> None:

@@ -47,6 +47,23 @@ def test_large_sums_between_nodes_of_different_sizes(ranks_per_node) -> None:
         assert sums == [total, total + size, total + 2 * size]
 
 
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", ["hierarchical", "two_dimensional", "single_node", "flat"])
+def test_the_first_bucket_follows_the_number_of_ranks(name, device, num_ranks) -> None:
+    """128 KiB for each rank, if the route sends buckets during a backward pass on CPUs."""
+    hosts = [num_ranks] if name == "single_node" else [1] * num_ranks
+
+    def rank_main(comm):
+        comm.route.device = torch.device(device)
+        return comm.route.first_bucket_bytes, comm.route.bucket_bytes
+
+    found = run_ranks(rank_main, num_ranks, name=name, topology=Topology.blocks(hosts))
+    is_small = device == "cpu" and name in ("hierarchical", "two_dimensional")
+    for first, usual in found:
+        assert first == (num_ranks << 17 if is_small else usual)
+
+
 @pytest.mark.parametrize("ranks_per_node", [[2, 2], [1, 1], [3]])
 def test_pure_nccl_encodes_between_hosts_only(ranks_per_node, monkeypatch) -> None:
     """On CPUs, over gloo: which ranks encode, and that all have the same sum."""

@@ -190,7 +190,7 @@ def test_data_sets_that_differ(name: str) -> None:
     texts = run_ranks(rank_main, 3)
     assert len({*texts}) == 1
     assert "the data set of rank 1 of 3" in texts[0]
-    assert attribute in texts[0].split("another order: ")[1].split(" differ. Some")[0]
+    assert attribute in texts[0].split("a different order: ")[1].split(" differ. Some")[0]
 
 
 @pytest.mark.parametrize("name", SAME)

@@ -458,7 +458,7 @@ def test_a_share_is_resumed_by_its_own_rank_only() -> None:
         states = comm.allgather_obj(loader.state_dict())
         with pytest.raises(UsageError, match="on every rank"):
             loader.load_state_dict(states[1 - comm.rank])
-        with pytest.raises(UsageError, match="other shares"):
+        with pytest.raises(UsageError, match="shares of 2 ranks are different"):
             loader.reshard_state_dict(states[:1], comm)
         assert loader.reshard_state_dict([{"batches": 0}], comm) == {"batches": 0}
         with pytest.raises(UsageError, match="on every rank"):
@@ -613,7 +613,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda comm: scatter_loader(
             DataLoader(TensorDataset(torch.ones(3)), 2), comm, read_by="rank_0"
         ),
-        "for loaders that are no streams",
+        "for loaders that are not streams",
     ),
     "twice": (
         lambda comm: scatter_loader(

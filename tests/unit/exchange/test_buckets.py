@@ -21,9 +21,9 @@ def parameters(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> 
     return [(f"p{i}", nn.Parameter(torch.zeros(s, dtype=dtype))) for i, s in enumerate(shapes)]
 
 
-def plan(named, granularity="bucket", bucket_bytes=100, num_footer=2):
+def plan(named, granularity="bucket", bucket_bytes=100, num_footer=2, **first):
     return plan_buckets(
-        named, granularity=granularity, bucket_bytes=bucket_bytes, num_footer=num_footer
+        named, granularity=granularity, bucket_bytes=bucket_bytes, num_footer=num_footer, **first
     )
 
 
@@ -36,6 +36,27 @@ def test_buckets_are_filled_from_the_last_parameter() -> None:
     assert names(buckets) == [["p3", "p2"], ["p1", "p0"]]
     assert [b.index for b in buckets] == [0, 1]
     assert [b.exact.numel() for b in buckets] == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("bucket_bytes", "first_bytes", "expected"),
+    [
+        (400, None, [10, 5]),
+        (400, 400, [10, 5]),
+        (400, 1000, [10, 5]),
+        (400, 40, [1, 2, 4, 8]),  # the last one has what is left
+        (160, 40, [1, 2, 4, 4, 4]),
+        (400, 60, [2, 3, 6, 4]),  # at least 60, 120, 240 and 400
+        (40, 80, [1] * 15),
+    ],
+)
+def test_the_first_bucket_is_small_and_each_of_the_next_ones_twice_as_large(
+    bucket_bytes: int, first_bytes: int | None, expected: list[int]
+) -> None:
+    named = parameters(*[(10,)] * 15)
+    buckets = plan(named, bucket_bytes=bucket_bytes, first_bytes=first_bytes)
+    assert [len(bucket.slots) for bucket in buckets] == expected
+    assert [name for own in names(buckets) for name in own] == [n for n, _ in reversed(named)]
 
 
 def test_one_bucket_per_parameter_sorted_by_name() -> None:

@@ -119,8 +119,6 @@ def buckets_on_device(optimizer, streams: FakeStreams) -> None:
         buckets.streams = buckets.footer.streams = streams
         buckets.is_deferred = buckets.is_on_gpu = True
         buckets.finiteness.check = lambda bucket: bucket.totals.clear()
-        for slot in buckets.slots:
-            slot.may_lend = False  # as on GPUs
 
 
 def backward(optimizer, model: nn.Module, rank: int, number: int, x: Tensor, y: Tensor) -> None:

@@ -429,6 +429,45 @@ def test_two_optimizers_of_one_backward_pass_refuse_late_ranks_in_the_first_step
     run_ranks(rank_main, 2)
 
 
+@pytest.mark.parametrize("late", [0, 1])
+def test_two_optimizers_of_one_backward_pass_refuse_late_ranks_if_one_was_made_later(
+    late: int,
+) -> None:
+    """The pass of the first before says nothing about the next, which may be of both."""
+
+    def rank_main(comm):
+        model = mlp()
+        optimizers = [optimizer_of(comm, model[0])]
+        train_both(model, optimizers, keep, comm.rank, comm.size, num_rows=(4,))
+        optimizers.append(optimizer_of(comm, model[2]))
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        if comm.rank == 1:
+            check_is_refused(optimizers[late])
+
+    run_ranks(rank_main, 2)
+
+
+def test_an_optimizer_beside_one_that_was_made_later_may_be_late() -> None:
+    """Once either has had a pass of its own."""
+
+    def rank_main(comm):
+        model, other = mlp(), mlp()
+        optimizers = [optimizer_of(comm, model), optimizer_of(comm, other)]
+        for step in range(3):
+            for each, optimizer in zip((model, other), optimizers, strict=True):
+                optimizer.zero_grad()
+                if comm.rank == 0 or not step:
+                    loss_of(each, batch(0, step)).backward()
+                else:
+                    optimizer.set_weight(0)
+                optimizer.step()
+        return [*values(model), *values(other)]
+
+    results = run_ranks(rank_main, 2)
+    assert equal(results[0], results[1])
+
+
 def test_an_optimizer_in_place_of_one_that_had_no_pass_may_be_late() -> None:
     """As in a notebook whose cell is run twice: the first optimizer shares no pass any more."""
 
@@ -460,6 +499,33 @@ def test_two_optimizers_of_one_backward_pass_of_which_one_rank_takes_old_gradien
 
     with pytest.raises(RankMismatchError, match=r"share a backward pass.*0 rows"):
         run_ranks(rank_main, 2)
+
+
+def test_gradients_assigned_by_hand_beside_an_earlier_optimizer() -> None:
+    """No backward pass accumulates them: `step` exchanges them, and no pass is shared."""
+
+    def train(model, optimizer, rank, size):
+        for step in range(3):
+            loss = loss_of(model, batch(0, step)[rank::size])
+            gradients = torch.autograd.grad(loss, list(model.parameters()))
+            optimizer.zero_grad()
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+        return values(model)
+
+    def rank_main(comm):
+        other, model = mlp(), mlp()
+        earlier = create_multi_node_optimizer(sgd(other), comm, other)
+        loss_of(other, batch(comm.rank, 0)).backward()
+        earlier.step()
+        optimizer = create_multi_node_optimizer(sgd(model), comm, model, weight="samples")
+        return train(model, optimizer, comm.rank, comm.size)
+
+    alone = mlp()
+    train(alone, sgd(alone), 0, 1)
+    for result in run_ranks(rank_main, 2):
+        assert near(result, values(alone))
 
 
 def test_two_optimizers_of_one_backward_pass_of_which_one_has_none_later() -> None:

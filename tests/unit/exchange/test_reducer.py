@@ -21,6 +21,7 @@ from tests.unit.models import (
     values,
 )
 from torchmn import create_multi_node_optimizer
+from torchmn.cluster import Topology
 from torchmn.testing import run_ranks
 
 WORLDS = [1, 2, 3, 4]
@@ -99,6 +100,45 @@ def test_hooks_never_block() -> None:
         assert buckets == {0, 1, 2, 3}
 
     run_ranks(rank_main, 2, name="hierarchical")
+
+
+@pytest.mark.parametrize(
+    ("route", "num_ranks", "expected"),
+    [
+        ("hierarchical", 2, [1, 2, 1]),  # layers in each bucket: at least 256 and 512 KiB
+        ("hierarchical", 3, [2, 2]),  # 384 KiB
+        ("two_dimensional", 4, [2, 2]),
+        ("flat", 2, [4]),
+    ],
+)
+def test_few_gradients_are_exchanged_during_backward_too(route, num_ranks, expected) -> None:
+    """Such as those of adapters; by sizes alone, so that each run and each rank has the same."""
+
+    def rank_main(comm):
+        model = fill(nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)]))
+        optimizer = create_multi_node_optimizer(sgd(model), comm, model)
+        buckets = optimizer.reducer.exchange.filling.buckets
+        under_way: list[bool] = []
+        model[0].weight.register_hook(
+            lambda _: under_way.extend(bucket.work is not None for bucket in buckets)
+        )
+        for step in range(2):
+            optimizer.zero_grad()
+            data = torch.Generator().manual_seed(10 * step + comm.rank)
+            model(torch.rand(2, 256, generator=data)).sum().backward()
+            optimizer.step()
+        num_started = len(expected) - 1
+        assert under_way == 2 * [*[True] * num_started, False]
+        assert [len(bucket.slots) // 2 for bucket in buckets] == expected
+        return values(model)
+
+    topology = Topology.blocks([1] * num_ranks)
+    ranks = [
+        result
+        for _ in range(2)
+        for result in run_ranks(rank_main, num_ranks, name=route, topology=topology)
+    ]
+    assert all(equal(result, ranks[0]) for result in ranks)
 
 
 def test_buckets_leave_in_one_order_whatever_the_order_of_gradients() -> None:

@@ -192,7 +192,7 @@ def test_lazy_layers_are_refused_until_they_have_shapes() -> None:
     def rank_main(comm):
         model = nn.Sequential(nn.LazyLinear(3))
         inner = sgd(model)
-        with pytest.raises(UnsupportedError, match=r"'0\.weight' is not initialised.*one forward"):
+        with pytest.raises(UnsupportedError, match=r"'0\.weight' is not initialized.*one forward"):
             create_multi_node_optimizer(inner, comm, model)
         with pytest.raises(UsageError, match="not in the model"):
             create_multi_node_optimizer(inner, comm, mlp())

@@ -19,6 +19,7 @@ from tests.unit.models import (
     mlp,
     near,
     optimizer_of,
+    sgd,
     values,
     wrap,
 )
@@ -77,6 +78,33 @@ def test_weights_that_are_zero_everywhere_as_nothing_was_counted(codec: str | No
     results = run_ranks(rank_main, 3, name="hierarchical")
     for result in results:
         assert equal(result, results[0])
+
+
+@pytest.mark.parametrize("schedule", ["every_step", "auto"])
+def test_a_second_step_with_the_same_gradients_needs_the_weight_that_is_advised(
+    schedule: str,
+) -> None:
+    def train(model, optimizer, rank, size, before_second_step):
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, batch(0, step, 6)[rank::size]).backward()
+            optimizer.step()
+            before_second_step(optimizer)
+            optimizer.step()
+        return values(model)
+
+    def rank_main(comm, before_second_step):
+        model, optimizer = wrap(comm, weight="samples", schedule=schedule)
+        return train(model, optimizer, comm.rank, comm.size, before_second_step)
+
+    with pytest.raises(UsageError, match=r"another step\(\).*optimizer.set_weight\(1\)"):
+        run_ranks(partial(rank_main, before_second_step=lambda _: None), 2)
+    alone = mlp()
+    expected = train(alone, sgd(alone), 0, 1, lambda _: None)
+    for result in run_ranks(
+        partial(rank_main, before_second_step=lambda each: each.set_weight(1)), 2
+    ):
+        assert near(result, expected)
 
 
 @pytest.mark.parametrize("codec", [None, "float16", "1bit", "power_sgd"])

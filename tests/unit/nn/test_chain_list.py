@@ -187,7 +187,7 @@ def test_an_object_that_cannot_be_sent() -> None:
         2,
         timeout_s=5,
     )
-    assert "another type than links can exchange" in seen[0]
+    assert "a type that links cannot exchange" in seen[0]
 
 
 def test_a_link_may_begin_with_an_operation_in_place() -> None:

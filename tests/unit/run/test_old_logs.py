@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,25 @@ def test_by_default_all_stay_and_many_are_told_once(
     assert caplog.text == ""
     assert len(os.listdir(tmp_path)) == MANY + 3
     assert own.log_dir.exists()
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user as well")
+@pytest.mark.parametrize("keep_logs", [None, 1])
+def test_runs_of_another_user_in_a_shared_folder_are_left_alone(keep_logs: int | None) -> None:
+    """Which are private: whether they have ended cannot be seen."""
+    with tempfile.TemporaryDirectory() as name:
+        shared = Path(name)
+        shared.chmod(0o777)
+        other = run(shared, 0)
+        other.chmod(0o700)
+        os.seteuid(65534)
+        try:
+            own = made(shared, keep_logs)
+        finally:
+            os.seteuid(0)
+        assert own.log_dir.exists()
+        assert (other / "job.json").exists()
 
 
 def test_none_is_no_number_to_keep(tmp_path: Path) -> None:

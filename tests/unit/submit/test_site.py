@@ -1,5 +1,6 @@
 """A site's file: found, read, and refused with its name and the key."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,17 @@ def test_invalid_file(tmp_path: Path, text: str, words: str) -> None:
         read_site(path)
     assert words in str(caught.value)
     assert str(path) in str(caught.value)
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user as well")
+def test_a_home_of_another_user(tmp_path: Path) -> None:
+    """As under sudo without -H, which keeps HOME."""
+    os.seteuid(65534)
+    try:
+        assert find_site(None, folder=Path("/"), home=tmp_path) is None
+    finally:
+        os.seteuid(0)
 
 
 def test_missing_file(tmp_path: Path) -> None:

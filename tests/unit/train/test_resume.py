@@ -234,5 +234,5 @@ def test_several_devices_redistribute_their_positions() -> None:
     after.load_state_dict(state)
     assert [source.current_position for source in after._sources] == [3, 3]
     after._sources[1].reshard_state_dict = None  # type: ignore[attr-defined]
-    with pytest.raises(UsageError, match="saved with 3 devices, here are 2"):
+    with pytest.raises(UsageError, match="saved with 3 devices, and there are 2 now"):
         after.load_state_dict(state)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset, random_split
 import torchmn
 from torchmn.errors import DataError
 
-DATA_HELP = ".npz file with images and classes; artificial ones without it"
+DATA_HELP = ".npz file with images and classes (default: artificial images)"
 RATE = 1e-3
 
 
@@ -44,7 +44,7 @@ def load_data(path: str | None) -> list[Subset]:
 
 
 def build_model(train: Subset) -> nn.Module:
-    """From images (batch, channels, height, width) to scores (batch, classes)."""
+    """A model from images (batch, channels, height, width) to scores (batch, classes)."""
     images, classes = train.dataset.tensors
     return nn.Sequential(
         nn.Conv2d(images.shape[1], 16, 3, padding=1),
@@ -59,7 +59,7 @@ def build_model(train: Subset) -> nn.Module:
 
 
 def loss_of(scores: Tensor, targets: Tensor) -> Tensor:
-    """The mean over a batch."""
+    """The mean loss over a batch."""
     return cross_entropy(scores, targets)
 
 
@@ -83,7 +83,7 @@ def main() -> None:
     add("--epochs", type=int, default=5, help="passes over the training data")
     add("--batch", type=int, default=64, help="samples per step, of all workers together")
     add("--rate", type=float, default=RATE, help="learning rate")
-    add("--seed", type=int, default=0, help="of parameters, dropout and the order of samples")
+    add("--seed", type=int, default=0, help="seed of parameters, dropout and the order of samples")
     add("--checkpoints", default="checkpoints", help="folder that all workers see")
     options = parser.parse_args()
 

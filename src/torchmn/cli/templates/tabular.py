@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset, random_split
 import torchmn
 from torchmn.errors import DataError
 
-DATA_HELP = ".csv file: titles, then numbers, the class last; artificial without it"
+DATA_HELP = ".csv file: titles, then numbers, the class last (default: artificial)"
 RATE = 3e-3
 
 
@@ -41,7 +41,7 @@ def load_data(path: str | None) -> list[Subset]:
 
 
 def build_model(train: Subset) -> nn.Module:
-    """From rows (batch, columns) to scores (batch, classes)."""
+    """A model from rows (batch, columns) to scores (batch, classes)."""
     rows, classes = train.dataset.tensors
     return nn.Sequential(
         nn.Linear(rows.shape[1], 64),
@@ -52,5 +52,5 @@ def build_model(train: Subset) -> nn.Module:
 
 
 def loss_of(scores: Tensor, targets: Tensor) -> Tensor:
-    """The mean over a batch."""
+    """The mean loss over a batch."""
     return cross_entropy(scores, targets)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset, random_split
 import torchmn
 from torchmn.errors import DataError
 
-DATA_HELP = "text file; the source of a module of Python without it"
+DATA_HELP = "text file (default: the source of a Python module)"
 RATE = 1e-3
 
 LENGTH = 64  # bytes that the model sees at once
@@ -36,7 +36,7 @@ def load_data(path: str | None) -> list[Subset]:
 
 
 class LanguageModel(nn.Module):
-    """From bytes (batch, length) to scores of the next ones (batch, length, 256)."""
+    """A model from bytes (batch, length) to scores of the next ones (batch, length, 256)."""
 
     def __init__(self, width: int = 64, num_layers: int = 2) -> None:
         super().__init__()
@@ -58,5 +58,5 @@ def build_model(train: Subset) -> nn.Module:
 
 
 def loss_of(scores: Tensor, targets: Tensor) -> Tensor:
-    """The mean over a batch."""
+    """The mean loss over a batch."""
     return cross_entropy(scores.flatten(0, 1), targets.flatten())

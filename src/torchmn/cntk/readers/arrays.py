@@ -24,7 +24,7 @@ class ArrayChunk:
 
     Args:
         data_streams: see `MinibatchSourceFromData`.
-        streams: whose dtypes the values get.
+        streams: the streams, which have the dtypes that values get.
     """
 
     is_in_memory = True

@@ -37,17 +37,17 @@ class CTFDeserializer:
     needs it, by code that numba compiles (``pip install 'torchmn[compression]'``).
 
     Args:
-        filename: of the text, UTF-8 without further marks.
+        filename: the path of a UTF-8 text file.
         streams: what to read, by stream name: `StreamDef` with ``shape`` and, unless it is the
             stream's name, ``field``, the name in the file. Other inputs of the file are ignored.
-        chunk_bytes: of the text that is read at once. A longer sequence is a chunk of its own.
+        chunk_bytes: bytes of text that are read at once. A longer sequence is a chunk of its own.
         skip_sequence_ids: each line is a sequence, also where lines begin with numbers.
         fill_with_zeros: a dense sample may end early, as CNTK permits; the rest is zero.
 
     Raises:
         DataError: the file cannot be read, or a line is wrong; names file, line and column.
         UnsupportedError: numba is not installed; when the file is first read.
-        UsageError: a stream has no shape, or what text cannot have.
+        UsageError: a stream has no shape, or an option that text does not support.
 
     Example:
         >>> import pathlib, tempfile
@@ -120,10 +120,10 @@ class CTFChunk:
     """Text of a file in memory, and where its sequences are.
 
     Args:
-        of: whose chunk it is.
-        place: in the file.
-        text: of the chunk.
-        sequences: where they are in the text.
+        of: the deserializer of the file.
+        place: the place of the chunk in the file.
+        text: the text of the chunk.
+        sequences: where the sequences are in the text.
         may_have_ids: whether lines may begin with numbers.
     """
 

@@ -60,7 +60,7 @@ class Columns:
 
 
 def columns_of(streams: Mapping[str, StreamDef]) -> Columns:
-    """Check the streams. Raises UsageError: one has no shape, or what text cannot have."""
+    """Check the streams. Raises UsageError: one has no shape, or an unsupported option."""
     if not streams:
         raise UsageError("CTFDeserializer without streams: pass StreamDefs(name=StreamDef(...)).")
     infos, fields = [], []
@@ -77,7 +77,7 @@ def columns_of(streams: Mapping[str, StreamDef]) -> Columns:
         for option in ("transforms", "context", "scp", "mlf", "broadcast"):
             if getattr(stream, option):
                 raise UsageError(
-                    f"The stream {name!r} of a CTF file has {option}, which text has not."
+                    f"The stream {name!r} of a CTF file has {option}, which text does not have."
                 )
         shape = stream.sample_shape
         if not shape:

@@ -55,16 +55,16 @@ def image_size(content: bytes) -> tuple[int, int]:
 def decode(
     content: bytes, channels: int, *, reduction: Reduction = 1, memory: ImageMemory | None = None
 ) -> Image:
-    """An image (height, width, channels), uint8: blue, green, red, or grey for one channel.
+    """Decode an image: (height, width, channels), uint8; blue, green, red, or one grey channel.
 
-    It is turned as its EXIF orientation says. With a reduction, each pixel is the mean of 2 x 2,
-    4 x 4 or 8 x 8, and the height and width are rounded up. JPEG is decoded to the smaller size at
+    Its EXIF orientation is applied. With a reduction, each pixel is the mean of 2 x 2, 4 x 4 or
+    8 x 8, and the height and width are rounded up. JPEG is decoded to the smaller size at
     once, which takes less time; there the means are of libjpeg's inverse transform, and those of
     Pillow, where simplejpeg is missing, may differ by a few levels. With ``memory`` the image is
     valid until that is used again.
 
     Raises:
-        DataError: no image, or a damaged or very large one. The caller adds which.
+        DataError: ``content`` is no image, damaged, or very large. The caller adds its name.
         UnsupportedError: the libraries are not installed.
     """
     size = _jpeg_size(content)

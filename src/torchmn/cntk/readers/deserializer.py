@@ -50,9 +50,9 @@ class StreamDef:
 
     Args:
         field: the name of the input in the file; None for the stream's own name.
-        shape: of one sample; an int is one dimension.
+        shape: the shape of one sample; an int is one dimension.
         is_sparse: the file has ``index:value`` pairs.
-        transforms: for images, in order.
+        transforms: transforms of images, in order.
         context: frames to the left and to the right that are joined to each frame.
         scp: the script file of acoustic features.
         mlf: the label file of acoustic features.
@@ -96,11 +96,11 @@ class StreamInformation:
     """One stream of a source: what the samples in a minibatch look like.
 
     Args:
-        name: of the stream.
+        name: the name of the stream.
         stream_id: its number in the deserializer.
         storage_format: ``"dense"`` or ``"sparse"``.
-        dtype: of the values; float32, as in CNTK, unless a deserializer of your own has another.
-        shape: of one sample. A sparse sample has one dimension.
+        dtype: the dtype of the values; float32, as in CNTK, unless your deserializer has another.
+        shape: the shape of one sample. A sparse sample has one dimension.
         defines_mb_size: see `StreamDef`.
 
     Example:
@@ -140,7 +140,7 @@ def wanted_streams(
 ) -> dict[Any, StreamInformation]:
     """The stream for each key; None: all streams.
 
-    Raises UsageError: the map is no dict, or names a stream that is not there.
+    Raises UsageError: the map is not a dict, or names a stream that does not exist.
     """
     if input_map is None:
         return {stream: stream for stream in streams.values()}

@@ -9,7 +9,7 @@ from torchmn.base.errors import DataError
 
 
 def open_file(path: str, max_bytes: int | None = None, buffering: int = -1) -> BinaryIO:
-    """Open a regular file, but no pipe or device, from which reading may never end.
+    """Open a regular file, not a pipe or device, from which reading may never end.
 
     Raises DataError: there is no such file, it is not regular, too large, or cannot be opened.
     """

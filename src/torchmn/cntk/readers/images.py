@@ -97,10 +97,10 @@ class ImageDeserializer(_Images):
     blue, green, red, as CNTK's. Labels are one-hot and sparse.
 
     Args:
-        filename: of the map file.
+        filename: the path of the map file.
         streams: one `StreamDef` with ``field="image"`` and its ``transforms``, and one with
-            ``field="label"`` and the number of classes as ``shape``, which may be left out. The
-            images need one shape: by `scale`, or because they have it.
+            ``field="label"`` and the number of classes as ``shape``, which may be left out. All
+            images must have one shape: their own, or that of `scale`.
 
     Raises:
         DataError: a file cannot be read, or a line is wrong; names file, line and column.
@@ -149,7 +149,7 @@ class Base64ImageDeserializer(_Images):
     Streams and images are those of `ImageDeserializer`.
 
     Args:
-        filename: of the text file.
+        filename: the path of the text file.
         streams: see `ImageDeserializer`.
 
     Raises:
@@ -181,7 +181,7 @@ class Base64ImageDeserializer(_Images):
         try:
             return _Item(base64.b64decode(text.strip(), validate=True), label, place)
         except binascii.Error as error:
-            raise DataError(f"{place}: no base64: {error}.") from error
+            raise DataError(f"{place}: not base64: {error}.") from error
 
 
 _MAP_FORM = "Each line should be: path, a tab, label; or id, path and label with tabs between."

@@ -20,11 +20,11 @@ _MATRIX = ("MeanImg/rows", "MeanImg/cols")
 
 
 def read_mean_image(filename: str | os.PathLike[str], layout: MeanLayout = "hwc-bgr") -> Array:
-    """A mean image, float32 (channels, height, width), channels in the order blue, green, red.
+    """Read a mean image: float32 (channels, height, width), in the order blue, green, red. Local.
 
     Args:
-        filename: of the XML file.
-        layout: of the numbers in the file, see `torchmn.cntk.readers.transforms.mean`.
+        filename: the path of the XML file.
+        layout: the layout of the numbers in the file, see `torchmn.cntk.readers.transforms.mean`.
 
     Raises:
         DataError: the file cannot be read, or is no mean image.
@@ -97,8 +97,10 @@ def write_mean_image(filename: str | os.PathLike[str], image: Array) -> None:
     """Write a mean image for `torchmn.cntk.readers.transforms.mean` and for CNTK. Local.
 
     Args:
-        filename: replaced as a whole, or not at all.
+        filename: the file to write; it is replaced as a whole, or not at all.
         image: (channels, height, width), in the order blue, green, red, as minibatches have them.
+
+    Raises UsageError: ``image`` has another number of dimensions, or numbers that are not finite.
 
     Example:
         >>> import pathlib, tempfile

@@ -22,7 +22,7 @@ class MinibatchData:
         num_sequences: sequences of this partition; 0 if its part is empty.
         num_samples: samples of this stream and partition.
         sweep_end: whether this minibatch, over all partitions, reached the end of a sweep.
-        lengths: of the sequences, int64 ``(num_sequences,)`` on the CPU; None where each sequence
+        lengths: lengths of sequences, int64 ``(num_sequences,)`` on the CPU; None if each sequence
             of the data has one sample.
         is_first: with ``truncation_length``, for each piece whether it begins a sequence, so that a
             recurrent state starts from zero; bool ``(num_sequences,)`` on the CPU. None otherwise.
@@ -103,8 +103,8 @@ def as_in_other_parts(
     """A part of a minibatch whose streams have lengths if those of all parts have. Local.
 
     Args:
-        streams: by name.
-        has_one_sample: of the streams of which it is known whether each sequence has one sample.
+        streams: the streams of this part, by name.
+        has_one_sample: whether each sequence of a stream has one sample, where that is known.
 
     Example:
         >>> part = MinibatchData(torch.ones(2, 3), num_sequences=2, num_samples=2)

@@ -41,7 +41,7 @@ class MinibatchIterator:
         source: without an end, if a trainer says when to stop.
         minibatch_size: samples over all ranks.
         input_map: the keys of a batch; None: the names of the streams.
-        comm: whose ranks divide each minibatch; None: there is one.
+        comm: the ranks that divide each minibatch; None for one process.
         device: where the samples go.
         collate_fn: makes a batch of a dict of `MinibatchData`; without it a batch is a dict of
             tensors.

@@ -67,11 +67,11 @@ class MinibatchPlan:
 
     Args:
         infos: infos of the chunks; only those of blocks that are reached are read.
-        max_samples: as of `MinibatchSource`, as are the others.
-        max_sweeps: ends it.
+        max_samples: see `MinibatchSource`, as for the following ones.
+        max_sweeps: the number of sweeps after which it ends.
         window_in_chunks: chunks in memory.
         window_in_samples: the same in samples.
-        seed: of the shuffling; None keeps the order of the data.
+        seed: the seed of the shuffling; None keeps the order of the data.
         frame_mode: saved in states, as another order.
         truncation_length: cut sequences into pieces of this length; 0 keeps them whole.
     """
@@ -185,7 +185,7 @@ class MinibatchPlan:
             if int(state[name]) != value:
                 raise UsageError(
                     f"The state was saved with {name}={state[name]} and the source has {value}, "
-                    "so its order of samples is another. Make the source as it was when the state "
-                    "was saved."
+                    "so its order of samples differs. Make the source as it was when the state was "
+                    "saved."
                 )
         return Progress(self._order.restored(state), int(state["num_samples"]))

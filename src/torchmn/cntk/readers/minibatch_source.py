@@ -157,13 +157,13 @@ class MinibatchSource:
         num_data_partitions: int | None = None,
         partition_index: int | None = None,
     ) -> dict[Any, MinibatchData]:
-        """This partition's part of the next minibatch; ``{}`` at the end, on all at once.
+        """This partition's part of the next minibatch; ``{}`` at the end, for all partitions.
 
         A minibatch has whole sequences, at least one, of up to ``minibatch_size_in_samples``
         samples over all partitions. A partition that has none of them gets tensors of 0 rows.
 
         Args:
-            minibatch_size_in_samples: of all partitions together.
+            minibatch_size_in_samples: the most samples over all partitions.
             input_map: a stream, or its name, for each key of the result; None: all streams, with
                 their `StreamInformation` as keys.
             device: where the samples go.
@@ -321,7 +321,7 @@ def as_minibatch_source(
 ) -> MinibatchSource | UserSourceMinibatches:
     """A source with the interface of `MinibatchSource`: itself, or made of a user's. Local.
 
-    Raises UsageError: it is no source.
+    Raises UsageError: ``source`` is of neither class.
 
     Example:
         >>> from torchmn.cntk.readers import MinibatchSourceFromData

@@ -167,7 +167,7 @@ class SequenceOrder:
 
     Args:
         infos: infos of the chunks; only those of blocks that are reached are read.
-        seed: of the shuffling; None keeps the order of the data.
+        seed: the seed of the shuffling; None keeps the order of the data.
         window_in_chunks: chunks in memory.
         window_in_samples: the same in samples; used if ``window_in_chunks`` is 0.
     """

@@ -168,8 +168,8 @@ class MinibatchesAhead:
     Args:
         plan: says which minibatches there are.
         deserializer: has their sequences.
-        streams: of the deserializer.
-        seed: of the source, for random transforms.
+        streams: the streams of the deserializer.
+        seed: the seed of the source, for random transforms.
         num_threads: threads that decode; 0: each minibatch is read when it is asked for.
     """
 

@@ -40,10 +40,10 @@ class Draw:
     """The random numbers of one image in one sweep.
 
     Args:
-        seed: of the source.
-        sweep: from 0.
+        seed: the seed of the source.
+        sweep: the number of the sweep, from 0.
         sequence: the number of the image in the data set.
-        view: which of the views of `crop` of type multiview10.
+        view: the number of the view under ``crop("multiview10")``.
     """
 
     def __init__(self, seed: int, sweep: int, sequence: int, view: int = 0) -> None:
@@ -182,7 +182,7 @@ def crop(
         side_ratio: the side of a square over the shorter side of the image, in (0, 1]; two numbers,
             also as ``"0.5:0.8"``, are the ends of its range.
         area_ratio: the same for the area of a square over that of the image.
-        aspect_ratio: of the part, the shorter side over the longer one, in (0, 1]; which of them is
+        aspect_ratio: the shorter side of the part over the longer one, in (0, 1]; which of them is
             the width is random.
         jitter_type: ``uniratio`` draws each ratio from its range; ``none`` takes the lower end.
 
@@ -198,7 +198,9 @@ def crop(
     side = _ratio("side_ratio", side_ratio, may_be_absent=True)
     area = _ratio("area_ratio", area_ratio, may_be_absent=True)
     if side[1] and area[1]:
-        raise UsageError("Both side_ratio and area_ratio are given. They say the same: choose one.")
+        raise UsageError(
+            "Both side_ratio and area_ratio are given, and each sets the size: choose one."
+        )
     is_random = crop_type in ("randomside", "randomarea")
     if is_random and not (width and height) and not (side[1] or area[1]):
         raise UsageError(
@@ -246,7 +248,7 @@ class Scale:
             is Pillow's.
         scale_mode: ``fill`` ignores the aspect ratio, ``crop`` keeps it and cuts the longer side,
             ``pad`` keeps it and adds edges to the shorter side.
-        pad_value: of the edges; -1 repeats the outermost pixels.
+        pad_value: the brightness of the edges; -1 repeats the outermost pixels.
     """
 
     width: int
@@ -262,7 +264,7 @@ class Scale:
         width, height = self.width, self.height
         if width < 1 or height < 1 or width * height > 2**28:
             raise UsageError(
-                f"scale to {width} x {height} pixels: both must be at least 1, and sane."
+                f"scale to {width} x {height} pixels: at least 1 each, and at most 2^28 in all."
             )
         if self.channels not in (1, 3):
             raise UsageError(

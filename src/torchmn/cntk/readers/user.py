@@ -23,7 +23,7 @@ from torchmn.cntk.readers.read_ahead import named_error
 
 
 class UserDeserializer(ABC):
-    """Base class: reads a data set of your own in chunks. CNTK's. Local.
+    """Base class, as in CNTK, for reading a data set of your own in chunks. Local.
 
     A chunk is returned as arrays by stream name, so there is no index: what a chunk has is known
     when it is read. Sources read chunks in one thread, one at a time. For a large data set with an
@@ -56,7 +56,7 @@ class UserDeserializer(ABC):
 
 
 class UserMinibatchSource(ABC):
-    """Base class: minibatches of your own. CNTK's. Each rank calls its own.
+    """Base class, as in CNTK, for minibatches of your own. Each rank calls its own.
 
     `as_minibatch_source` gives it the interface of other sources; training sessions do that.
 

@@ -64,7 +64,7 @@ class WorkerDescriptor:
 
 
 class Communicator:
-    """CNTK's names for the communicator of the process; `ranks` is what it stands for.
+    """CNTK's names for the communicator of the process, which is `ranks`.
 
     ``Communicator.rank()``, ``num_workers()`` and ``finalize()`` are called on the class. The first
     use of it is *collective*: all ranks of the job meet.
@@ -173,7 +173,7 @@ def data_parallel_distributed_learner(
     *,
     comm: Ranks | None = None,
 ) -> DistributedLearner:
-    """Gradients are summed over all ranks at every minibatch, in few bits. Local.
+    """A learner whose gradients are summed over all ranks at every minibatch. Local.
 
     Args:
         learner: one of this module, or any `torch.optim.Optimizer`, which gets mean gradients.
@@ -224,14 +224,14 @@ def block_momentum_distributed_learner(
     *,
     comm: Ranks | None = None,
 ) -> DistributedLearner:
-    """Ranks train alone for a block; the blocks' changes are smoothed. Local.
+    """A learner of ranks that train alone for a block; a momentum is applied to blocks. Local.
 
     Args:
         learner: as for `data_parallel_distributed_learner`. Rates and momenta are for the samples
             of one rank.
         block_size: samples over all ranks.
-        block_momentum_as_time_constant: in samples over all ranks; 0: no block momentum.
-        use_nestrov_momentum: look ahead.
+        block_momentum_as_time_constant: samples over all ranks; 0: no block momentum.
+        use_nestrov_momentum: apply Nesterov's momentum to blocks.
         reset_sgd_momentum_after_aggregation: set the learner's momentum to zero after each block.
         block_learning_rate: scales what a block has changed.
         distributed_after: samples over all ranks until which gradients are averaged at every step.

@@ -56,7 +56,8 @@ def mean_and_sum(
 ) -> tuple[Tensor, Tensor, int]:
     """The mean, the sum (without a graph) and the number of samples of a loss or metric.
 
-    ``count`` is the number of samples, and ``num_sequences`` that of their sequences.
+    ``count`` is the number of samples, and ``num_sequences`` that of their sequences. Raises
+    UsageError: the value is neither one number for each sample nor their mean.
     """
     if what == "metric" and isinstance(value, (int, float, np.ndarray, np.generic)):
         value = torch.as_tensor(value, device="cpu")

@@ -46,7 +46,7 @@ Argument = Tensor | MinibatchData | np.ndarray[Any, Any] | Sequence[Any]
 class Trainer:
     """Trains a model by minibatches, of which each rank has a part.
 
-    Made and used on all ranks; with a distributed learner the making is *collective*.
+    Made and used on all ranks; with a distributed learner the constructor is *collective*.
 
     Args:
         model: any `nn.Module`, compiled or not.
@@ -58,11 +58,11 @@ class Trainer:
             `torch.optim.Optimizer`, which gets mean gradients. No two have a parameter in common;
             a parameter that is in none is not changed. All are distributed with the same options,
             or none: each rank then trains by itself.
-        progress_writers: one or more receivers of the progress, as `ProgressPrinter`.
+        progress_writers: one or more receivers of the progress, such as `ProgressPrinter`.
         grad_scaler: for a model that computes in float16.
 
     Attributes:
-        communicator: of the distributed learners; None without one.
+        communicator: the communicator of the distributed learners; None without one.
         optimizers: the `torchmn.MultiNodeOptimizer` of all distributed learners, or the learners.
 
     Raises:
@@ -136,8 +136,8 @@ class Trainer:
                 empty part is ``{}`` or has no samples; with layers whose ranks communicate, such as
                 `torchmn.nn.MultiNodeBatchNorm2d`, it is tensors of no samples, and ``{}`` is
                 for the end of the data on all ranks.
-            outputs: refused; let the model keep what you want to see.
-            device: where to; default: that of the model's first parameter.
+            outputs: not supported; let the model keep what you want to see.
+            device: where arguments are moved; default: the device of the model's first parameter.
             is_sweep_end: whether a sweep over the data ends here; default: as `MinibatchData` says.
 
         Raises:
@@ -210,7 +210,7 @@ class Trainer:
 
     @contextmanager
     def _frozen_others(self) -> Iterator[None]:
-        """Without gradients of parameters that no learner of this trainer has, as in CNTK.
+        """Leave parameters that no learner of this trainer has without gradients, as in CNTK.
 
         They may belong to another trainer, as the discriminator that a generator is trained
         through: its optimizer would take their gradients for its own and exchange them.
@@ -366,7 +366,10 @@ class Trainer:
 
     @property
     def previous_minibatch_evaluation_average(self) -> float:
-        """The mean metric of the last minibatch over the samples of all ranks. Local."""
+        """The mean metric of the last minibatch over the samples of all ranks. Local.
+
+        Raises UsageError: this trainer has no metric.
+        """
         if self._criterion[1] is None:
             raise UsageError("This trainer has no metric: give criterion=(loss, metric).")
         return float(self._last.metric or 0.0) / max(1, self._last.num_samples)
@@ -397,7 +400,10 @@ class Trainer:
         checkpointer.finish()
 
     def restore_from_checkpoint(self, filename: str | Path) -> dict[str, Any]:
-        """Continue from `save_checkpoint`; returns its ``external_state``. *Collective.*"""
+        """Continue from `save_checkpoint`; returns its ``external_state``. *Collective.*
+
+        Raises DataError: there is no valid checkpoint in ``filename``.
+        """
         external: dict[str, Any] = {}
         checkpointer = self._checkpointer_of(filename)
         checkpointer.resume(self.stateful(external))

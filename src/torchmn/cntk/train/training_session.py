@@ -125,8 +125,8 @@ class TrainingSession:
             UsageError: the checkpoint is of another kind of training, or several ranks train
                 without a distributed learner.
             DataError: a checkpoint cannot be read or written.
-            UnsupportedError: pytorch-pfn-extras, whose loop it is, is not installed.
-            SystemExit: the job is about to end and was saved, with status 85: see `Preemption`.
+            UnsupportedError: pytorch-pfn-extras, which has the loop, is not installed.
+            SystemExit: status 85; the job is about to end and was saved: see `Preemption`.
         """
         from torchmn.train import Trainer as Loop  # needs the extra `trainer`, as no other part
 
@@ -294,7 +294,7 @@ def training_session(
     cv_config: CrossValidationConfig | None = None,
     test_config: TestConfig | None = None,
 ) -> TrainingSession:
-    """A session that trains to the end of ``mb_source``, or of ``max_samples``.
+    """A session that trains to the end of ``mb_source``, or up to ``max_samples``. Local.
 
     ```python
     training_session(

@@ -22,7 +22,7 @@ def is_small(shape: Sequence[int]) -> bool:
     """Whether a parameter is so small that it is sent uncompressed.
 
     These are parameters with fewer than 1024 elements, and vectors of up to 65,536 elements, such
-    as biases and the scales of normalisation layers.
+    as biases and the scales of normalization layers.
     """
     numel = math.prod(shape)
     return numel < SMALL_NUMEL or (len(shape) <= 1 and numel <= VECTOR_NUMEL)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchmn.base import events
 from torchmn.cluster import Topology
-from torchmn.cluster.units import MiB
+from torchmn.cluster.units import KiB, MiB
 from torchmn.comm.allreduce import (
     AllReduceAlgorithm,
     NativeAllReduce,
@@ -23,6 +23,8 @@ from torchmn.comm.engine import Work
 from torchmn.comm.group import Group, Groups
 
 Granularity = Literal["parameter", "everything", "bucket"]
+
+_MIN_STRIPE_BYTES = 128 * KiB  # 1 ms at 1 Gb/s, while one sum more costs 0.3 ms of a processor
 
 
 class Route:
@@ -41,6 +43,7 @@ class Route:
     granularity: ClassVar[Granularity] = "bucket"
     """The unit of a sum: each parameter, all of them, or a bucket while backward is running."""
     bucket_bytes: int = 4 * MiB
+    """The least size of a bucket, except the first ones, see `first_bucket_bytes`."""
     shards_parameters: ClassVar[bool] = False
     """Whether messages between nodes may contain only a part of a parameter."""
     plain_sum: ClassVar[AllReduceAlgorithm] = NativeAllReduce()
@@ -84,6 +87,18 @@ class Route:
     def overlaps_backward(self) -> bool:
         """Whether gradients should be exchanged while backward is running."""
         return self.granularity == "bucket"
+
+    @property
+    def first_bucket_bytes(self) -> int:
+        """The least size of the first bucket of a backward pass.
+
+        Nothing is sent before it is full. It follows from what all ranks and all runs have in
+        common, and from no measured rate, as the bits of sums depend on the buckets. On a GPU each
+        sum costs the host some launches.
+        """
+        if not self.overlaps_backward or self.device.type != "cpu":
+            return self.bucket_bytes
+        return _MIN_STRIPE_BYTES * self.size
 
     @property
     def inter_node_group(self) -> Group | None:

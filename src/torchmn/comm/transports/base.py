@@ -151,7 +151,7 @@ class Scratch:
         self._pin_memory = pin_memory
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """An uninitialised tensor of ``numel`` elements, valid until the next call."""
+        """An uninitialized tensor of ``numel`` elements, valid until the next call."""
         # Bytes serve every dtype; the largest bucket comes in each step, so nothing is given back.
         nbytes = numel * dtype.itemsize
         buffer = self._buffers.get(device)

@@ -77,7 +77,13 @@ _making_nccl = threading.Lock()
 _CAN_BE_LAZY = "lazy_init" in (dist.ProcessGroupGloo.create_device.__doc__ or "")
 """False for torch 2.6 and 2.7, whose gloo connects all pairs of ranks at once."""
 _LATE = ("timed out", "timeout", "time out")
-_LOST = ("connection closed", "connection reset", "broken pipe", "connection refused")
+_LOST = (
+    *("connection closed", "connection reset", "connection refused", "connection abort"),
+    *("broken pipe", "socket closed", "unexpectedly closed", "likely closed", "peer closed"),
+    *("not connected", "unreachable", "no route to host", "network is down", "host is down"),
+    *("network error", "remote process"),  # of NCCL
+)
+"""What gloo, its sockets, the store and NCCL say of a peer that is gone."""
 
 
 class TorchDistributedTransport(Transport):
@@ -435,10 +441,11 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 def _translate(error: Exception, what: str, seconds: float) -> CommunicationError:
     """Translate an error of gloo or NCCL, which have no classes of errors, by its message."""
-    text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    # NCCL's own message and its last error are on further lines, where a lost peer may be named.
+    text = " ".join(str(error).split()) or type(error).__name__
     lowered = text.lower()
     if any(word in lowered for word in _LOST):
         return PeerLostError(f"{what}: a peer closed its connection ({text}).")
     if any(word in lowered for word in _LATE):
         return TimeLimitError(f"{what} did not complete within {seconds:g} s ({text}).")
-    return PeerLostError(f"{what} failed: {text}.")
+    return CommunicationError(f"{what} failed: {text.removesuffix('.')}.")

@@ -25,6 +25,7 @@ from torchmn.base.errors import (
     TimeLimitError,
     TopologyError,
     UnsupportedError,
+    UsageError,
     raise_if_unknown,
 )
 from torchmn.base.torch_private import HashStore, PrefixStore, Store, TCPStore, default_store
@@ -275,7 +276,8 @@ def _own_address(launched: LauncherInfo, leader: str, store: PrefixStore) -> str
     loopback address: ranks of other hosts therefore publish the address at which they reach rank
     0's host. GLOO_SOCKET_IFNAME takes precedence.
     """
-    if os.environ.get("GLOO_SOCKET_IFNAME"):
+    if interfaces := os.environ.get("GLOO_SOCKET_IFNAME"):
+        _raise_if_no_interface(interfaces)
         return None
     route = route_to(leader)
     if route is None or not _spans_nodes(launched):
@@ -284,6 +286,20 @@ def _own_address(launched: LauncherInfo, leader: str, store: PrefixStore) -> str
         store.set("leader_address", addresses_of_host(leader)[0])
         return route.address
     return bytes(store.get("leader_address")).decode()
+
+
+def _raise_if_no_interface(names: str) -> None:
+    """Raise UsageError if this host has none of a name in GLOO_SOCKET_IFNAME.
+
+    gloo's error would look like that of a lost rank, and the job like one that hangs.
+    """
+    known = [name for _, name in socket.if_nameindex()]
+    for name in names.split(","):
+        if name.partition(":")[0] not in known:  # an address may have a label, as in eth0:1
+            raise UsageError(
+                f"GLOO_SOCKET_IFNAME={names}: {socket.gethostname()} has no interface {name!r}, "
+                f"but {', '.join(known)}. Name one of these here, or leave the variable out."
+            )
 
 
 def _store_over_mpi(

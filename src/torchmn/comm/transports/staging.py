@@ -67,6 +67,8 @@ class Staging:
         for chunks in outgoing:
             for _, tensor, piece in chunks:
                 piece.copy_(tensor, non_blocking=True)
+            # An event for each round: its chunks are sent as soon as they are on the host, while
+            # those of later rounds are being copied.
             are_there.append(streams.record())
         for number in range(max(len(outgoing), len(incoming))):
             out, into = outgoing[number : number + 1], incoming[number : number + 1]

@@ -5,6 +5,9 @@ is chosen by a rank's own random numbers makes a rank exchange gradients of anot
 others; at the end of the epoch the ranks then wait until a time limit. A model that sees samples
 that are not in the batch, or not all of them, makes means with wrong weights.
 
+Passes that a script accumulates have one weight. If it gave them several, by `set_weight` or
+`micro_batches`, that is right if they are in one proportion on all ranks.
+
 Batches are compared if loops train with each batch before they request the next one, in the thread
 that trains: no exchange so far had more than one new batch. The samples of forward are compared
 whenever they are counted. Nothing is compared if ranks may have different numbers of batches: in
@@ -14,6 +17,7 @@ whenever they are counted. Nothing is compared if ranks may have different numbe
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Sequence
 
 from torchmn.base.errors import RankMismatchError, ResultWarning, UsageError
@@ -33,35 +37,39 @@ class ReceivedBatches(Agreement):
     """Compares the batches of an exchange. One object for each set of buckets.
 
     The values are: 1 on a rank for which no weight is right; a number for the samples that forward
-    saw, and its square; a number for the batches received, and its square. With the squares the
-    sums show whether all ranks have the same number.
+    saw, or for the proportion of the weights given, and its square; a number for the batches
+    received, and its square. With the squares the sums show whether all ranks have the same number.
     """
 
     num_values = 5
-    is_idle = True  # until there is a loader that divides batches
 
     def __init__(self, contribution: Contribution, *, compares_counts: bool) -> None:
         self._contribution, self._compares_counts = contribution, compares_counts
         self._own: tuple[int, Share | None] = (0, None)
+        self._given: Sequence[float] = ()
         self._has_warned = False
-        if contribution.loaders is not None:
-            contribution.loaders.when_used(self, ReceivedBatches._loader_is_there)
 
-    def _loader_is_there(self) -> None:
-        self.is_idle = False
+    def begin(self, context: PassContext) -> None:
+        """See `Agreement.begin`."""
+        own = self._contribution
+        self._given = [*own.given_weights] if len(own.given_weights) > 1 else ()
+        self.is_idle = own.batches is None and not self._given
 
     def contribute(self, context: PassContext) -> Sequence[float]:
         """See `Agreement.contribute`."""
         own = self._contribution
         batches, share = own.batches, own.share if self._compares_counts else None
-        if batches is None or not context.is_active:
+        if not context.is_active:
             return (0.0,) * self.num_values
-        self._own = batches.number, share
+        self._own = 0 if batches is None else batches.number, share
         largest = min(_LARGEST, math.isqrt(_LARGEST_SUM // self.comm.size)) - 1 | 1
         seen = received = UNKNOWN
         if share is not None and share.seen is not None and not own.is_joining:
             seen = float(share.seen % largest)
-        if batches.is_number_compared:
+        if any(self._given) and not own.is_joining:
+            ratio = [round(weight / max(self._given), 9) for weight in self._given]
+            seen = float(zlib.crc32(repr(ratio).encode()) % largest)
+        if batches is not None and batches.is_number_compared:
             received = float(batches.number % largest)
         is_miscounted = share is not None and share.is_miscounted
         return float(is_miscounted), seen, seen**2, received, received**2
@@ -72,7 +80,8 @@ class ReceivedBatches(Agreement):
         if received >= 0 and self.num_active * received_squares != received**2:
             return True
         is_seen = seen < 0 or self.num_active * seen_squares == seen**2
-        return not self._has_warned and (num_miscounted > 0 or not is_seen)
+        has_warned = self._has_warned and not self._given
+        return not has_warned and (num_miscounted > 0 or not is_seen)
 
     def report(self, context: PassContext) -> None:
         """See `Agreement.report`. Raises RankMismatchError, UsageError."""
@@ -83,6 +92,8 @@ class ReceivedBatches(Agreement):
             are_several = share is not None and share.are_of_several
             is_first = batches.is_in_first_pass
             own = batches.places, _described(share), are_several, number, is_first
+        if self._given:
+            own = own[0], " and ".join(f"{each:g}" for each in self._given), False, number, True
         found = allgather_for(self.comm, "places of loops", own)
         if len({row[3] for row in found}) > 1:
             where = "; ".join(f"rank {rank} at {row[0]}" for rank, row in enumerate(found))
@@ -96,9 +107,8 @@ class ReceivedBatches(Agreement):
                 "different numbers of batches."
             )
         what = "; ".join(f"rank {rank} {row[1]}" for rank, row in enumerate(found) if row[1])
-        text = (
-            f"{label}: {(_SEVERAL if any(row[2] for row in found) else _PROPORTION).format(what)}"
-        )
+        problem = _SEVERAL if any(row[2] for row in found) else _PROPORTION
+        text = f"{label}: {(_ACCUMULATED if self._given else problem).format(what)}"
         if any(row[4] for row in found):
             raise UsageError(text)
         self._has_warned = True
@@ -119,11 +129,11 @@ def _described(share: Share | None) -> str:
 
 _PROPORTION = (
     "what the model's forward saw is not in proportion to the ranks' parts of the batch of "
-    "scatter_loader, so that the mean of gradients would have wrong weights: {}. What a rank "
-    "counts is the first size of the first tensor that forward is given; here that is not the "
-    "batch, or there are other samples in it, or some were left out on one rank. Call "
-    "optimizer.set_weight(number_of_samples) before each backward(), with what the loss is a mean "
-    "over, or pass weight='rank' if this model is trained with other data than the loader's. "
+    "scatter_loader, so that the mean of gradients would have wrong weights: {}. A rank counts the "
+    "samples in the arguments of forward; here these are not the batch, or hold other samples, or "
+    "some were left out on one rank. Call optimizer.set_weight(number_of_samples) before each "
+    "backward(), with what the loss is a mean over, or pass weight='rank' if this model is trained "
+    "with other data than the loader's. "
     "(Batches of different sizes that are accumulated in one step have no common weight: leave out "
     "no_sync(), or give the loader drop_last=True.)"
 )
@@ -132,4 +142,11 @@ _SEVERAL = (
     "on all ranks, and one weight cannot be right for a loss of each: {}. Use batch sizes that are "
     "multiples of the number of ranks, with drop_last=True; or, if the loss is one mean over the "
     "samples of all of them, call optimizer.set_weight(number_of_samples) before each backward()."
+)
+_ACCUMULATED = (
+    "passes are accumulated in one step, in which each rank has one weight, and set_weight() or "
+    "micro_batches() gave them weights that are not in proportion on all ranks: {}. Accumulate "
+    "outside of no_sync(), so that each pass has its own exchange and weights; or let the losses "
+    "of a step be one mean: call set_weight() once, with what it is a mean over, or give "
+    "GlobalBatch() the samples of a whole step, which it cuts into passes of local_batch samples."
 )

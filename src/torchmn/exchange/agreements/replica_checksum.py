@@ -33,6 +33,7 @@ class ReplicaChecksum(Agreement):
             return 0.0, 0.0
         if checksum is None:
             return UNKNOWN, 0.0
+        # On a GPU `write_values` writes them: reading the checksum here would make the host wait.
         return (float(checksum), float(checksum) ** 2) if checksum.is_cpu else ()
 
     def write_values(self, values: Tensor, context: PassContext) -> None:
@@ -44,5 +45,6 @@ class ReplicaChecksum(Agreement):
     def check(self, context: PassContext) -> None:
         """See `Agreement.check`."""
         total, squares = self.sums
+        # By the inequality of Cauchy and Schwarz these are equal only if all checksums are.
         if context.is_active and total >= 0 and self.num_active * squares != total**2:
             self._watch.warn(self.comm, self._part, context.step)

@@ -56,7 +56,8 @@ class Weights(Agreement):
                 f"{self.comm.rank_label}: the weights of all ranks are zero. With weight='samples' "
                 "(the default with scatter_loader) the model's forward must see a tensor with a "
                 "batch dimension, in train() mode; else call "
-                "optimizer.set_weight(number_of_samples) before backward()."
+                "optimizer.set_weight(number_of_samples) before backward(). Before another step() "
+                "with the same gradients, which counts no samples, call optimizer.set_weight(1)."
             )
 
 

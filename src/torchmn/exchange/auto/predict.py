@@ -300,7 +300,10 @@ def _steady_s(plan: Plan, step: StepFacts, exchange: _Exchange, num_cores: float
 
 
 def _buckets(gradients: Sequence[ReadyGradient], bucket_bytes: int) -> Iterator[_Bucket]:
-    """Buckets of at least ``bucket_bytes``, except the last one; see `plan_buckets`."""
+    """Buckets of at least ``bucket_bytes``, except the last one.
+
+    That the first ones are smaller, see `plan_buckets`, is left out: plans differ in it by little.
+    """
     members: list[ReadyGradient] = []
     for gradient in gradients:
         members.append(gradient)

@@ -77,8 +77,9 @@ class BlockReads:
                 f"{self._comm.rank_label}: the model was {what} in the middle of a block of "
                 f"{self._schedule.name}: since the last exchange each rank has trained alone, and "
                 "this is the model of one rank. Call optimizer.flush() on all ranks before, which "
-                "ends the block with the mean of all. (A checkpoint that every rank saves, to "
-                "resume within the block, has optimizer.state_dict() as well.)"
+                "ends the block with the mean of all. In a training session, let frequency be a "
+                "multiple of block_size, and that one of the minibatch size. (A checkpoint that "
+                "every rank saves, to resume within the block, has optimizer.state_dict() as well.)"
             )
 
 

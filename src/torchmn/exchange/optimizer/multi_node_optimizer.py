@@ -199,7 +199,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
     @not_compiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients as the inner optimizer does, and drop means not yet applied. Local."""
-        self.reducer.on_zero_grad()
+        self.reducer.on_zero_grad(keeps_zeros=not set_to_none)
         in_groups = chain.from_iterable(map(itemgetter("params"), self.inner.param_groups))
         if self._in_groups.ids != [*map(id, in_groups)]:  # `have_changed`, without its call
             self._follow_groups()
@@ -310,7 +310,8 @@ class MultiNodeOptimizer(WrappedOptimizer):
         The state differs between ranks: save it on every rank, between two steps or, with
         `no_sync`, between two backward passes of one step. On the same number of ranks each loads
         its own state and continues exactly; on another number see `reshard_state_dict`. Local;
-        waits for exchanges that are under way.
+        waits for exchanges that are under way. On a GPU it is *collective* after a step whose
+        gradients were not finite: all ranks raise that, or warn, before anything is saved.
         """
         self._block_reads.note_checkpoint()
         return resume.save(self.inner, self.schedule, self.reducer)

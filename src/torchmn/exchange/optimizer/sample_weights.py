@@ -38,6 +38,7 @@ class SampleWeights:
         self.are_counted = False
         self._models, self._hooks = models, hooks
         self._contribution, self._exchange = reducer.contribution, reducer.exchange
+        self._local_passes = reducer.local_passes
         self._has_own_steps, self._before_count = has_own_steps, before_count
         self._is_closed = False
 
@@ -53,8 +54,11 @@ class SampleWeights:
         if isinstance(model, MultiNodeChainList):  # its forward_backward does not call it
             model.register_count(self._contribution.add)
 
-    def set(self, weight: float) -> None:
-        """See `MultiNodeOptimizer.set_weight`."""
+    def set(self, weight: float, *, is_of_new_batch: bool = False) -> None:
+        """See `MultiNodeOptimizer.set_weight`.
+
+        ``is_of_new_batch``: whether earlier weights of this exchange are those of other batches.
+        """
         if not 0 <= weight < float("inf"):
             raise UsageError(f"weight={weight} must be a non-negative finite number.")
         if self._exchange.reduction == "sum" and weight not in (0, 1):
@@ -63,7 +67,11 @@ class SampleWeights:
                 "Multiply the loss, or use reduction='mean', which divides by the weights. "
                 "(Weight 0 leaves this rank out.)"
             )
-        self._contribution.set(float(weight), float(weight))
+        own = self._contribution
+        if not (is_of_new_batch or self._local_passes.exist):
+            own.given_weights.clear()  # no pass had them
+        own.given_weights.append(float(weight))
+        own.set(float(weight), float(weight))
         self._weigh_losses()
 
     def follow_loaders(self) -> None:

@@ -30,6 +30,7 @@ def trial_step(optimizer: Optimizer) -> Iterator[None]:
         {key: (value, _copied(value)) for key, value in mapping.items() if key != _PARAMETERS}
         for mapping in mappings
     ]
+    # An optimizer may also count its steps in attributes, beside its state.
     numbers = {k: v for k, v in vars(optimizer).items() if isinstance(v, (int, float))}
     hooks = {name: getattr(optimizer, name) for name in STEP_HOOKS}
     vars(optimizer).update({name: OrderedDict() for name in STEP_HOOKS})
@@ -37,6 +38,7 @@ def trial_step(optimizer: Optimizer) -> Iterator[None]:
         yield
     finally:
         vars(optimizer).update(hooks | numbers)
+        # A first step makes its state: if that stayed, the real first step would not begin it.
         for new in state.keys() - known:
             del state[new]
         for mapping, before in zip(mappings, kept, strict=True):

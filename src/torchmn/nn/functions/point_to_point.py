@@ -41,8 +41,8 @@ def send(x: Tensor | Sequence[Tensor], comm: Communicator, rank: int, tag: int =
         call its ``backward()`` on a rank that has no loss.
 
     Raises:
-        UsageError: ``x`` are no dense tensors, ``rank`` is no other rank, or ``tag`` is out of
-            range.
+        UsageError: ``x`` has something else than dense tensors, ``rank`` is not another rank, or
+            ``tag`` is out of range.
         CommunicationError: the receiver does not receive, or, in backward, returns no gradient
             within the time limit.
 

@@ -82,7 +82,7 @@ class Comparison:
                 sentences.append(f"Phases that are {word} in B: {listed(named)}.")
         if self.changed:
             named = [f"{name} ({one}, {two})" for name, (one, two) in self.changed.items()]
-            sentences.append(f"What the runs were told differs in {listed(named)}.")
+            sentences.append(f"The settings of the runs differ in {listed(named)}.")
         return "\n".join(sentences)
 
     @property
@@ -91,7 +91,7 @@ class Comparison:
             most = max(100 * each.high_s / each.a_s for each in map(self.step, _STATISTICS))
             most = max(most, 100 * MIN_SHARE)
             return (
-                "No difference that the noise allows to see: B is less than "
+                "No difference can be seen within the noise: B is less than "
                 f"{most:.1f} % slower than A."
             )
         return f"B is {self.verdict} than A."

@@ -66,7 +66,8 @@ def find(summary: Summary) -> list[Finding]:
 def _exchange(summary: Summary) -> Iterator[Finding]:
     share = summary.share_of_exposed_exchange
     exchanged = [link for link in summary.links if link.nbytes_per_step > 0]
-    rate = "; it stays within one host" if len(summary.hosts) == 1 else ""
+    is_within_host = len(summary.hosts) == 1 and not exchanged
+    rate = "; it stays within one host" if is_within_host else ""
     if exchanged:
         link = exchanged[0]  # the one that carries most
         rate = (
@@ -78,9 +79,10 @@ def _exchange(summary: Summary) -> Iterator[Finding]:
     cures = []
     if settings.get("schedule", "every_step") == "every_step":
         cures.append("hide it (schedule='double_buffering')")
-    if settings.get("codec", "none") in ("none", "float32"):
+    # Within one host nothing is encoded, or encoding takes longer than what it saves.
+    if not is_within_host and settings.get("codec", "none") in ("none", "float32"):
         cures.append("send fewer bytes (codec='float16' or 'int8')")
-    cures.append("see what would pay with torchmn plan")
+    cures.append("compare other settings with torchmn plan")
     evidence = [f"even the ranks that are ready last wait {duration(waited_s)} for it"]
     if taken_s > MIN_TAKEN * (waited_s + taken_s):
         evidence.append(f"its threads take {duration(taken_s)} of the core that computes")

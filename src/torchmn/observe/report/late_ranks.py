@@ -46,7 +46,7 @@ def late_ranks(summary: Summary) -> Iterator[Finding]:
         yield Finding(
             kind="changing late ranks",
             share=saved_s / summary.step_s,
-            what=f"Another rank is late in each step, by {duration(saved_s)} on average",
+            what=f"A different rank is late in each step, by {duration(saved_s)} on average",
             evidence=f"no rank is the last in more than {last.max():.0%} of the steps",
             cure="Bind ranks to cores of their own, stop other programs on the hosts, and make "
             "batches equally long; averaging every few steps (schedule PeriodicAverage) evens out "
@@ -195,7 +195,7 @@ def _why(summary: Summary, late: _Lateness, phase: Phase) -> tuple[str, str]:
             "(cgroup): torchmn doctor checks the host, py-spy shows the code.",
         )
     return (
-        "it had a core all the time, so the core is slower than the others', or its work is more",
+        "it had a core all the time, so the core is slower than the others', or it has more work",
         "Compare the hosts with torchmn doctor (clock rate, memory, throttling), and see that all "
         "ranks get batches of the same size.",
     )

@@ -211,7 +211,10 @@ def _newest() -> Path:
 
 def _log_folder(run: Path) -> Path:
     for folder in (run, run / LATEST):
-        if (folder / INSPECT_FILE).exists() or (folder / JOB_FILE).exists():
-            return folder.resolve()
+        try:
+            if (folder / INSPECT_FILE).exists() or (folder / JOB_FILE).exists():
+                return folder.resolve()
+        except PermissionError:
+            raise LaunchError(f"{folder} is not yours to read: name a run of your own.") from None
     what = "has no job.json" if run.exists() else "does not exist"
     raise LaunchError(f"{str(run)!r} is no log folder of `torchmn run`: it {what}.")

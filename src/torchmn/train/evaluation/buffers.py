@@ -23,7 +23,7 @@ def sync_buffers_(
 ) -> None:
     """Give all ranks the same buffers, in place. *Collective* unless the rule is ``local``.
 
-    Those with ``persistent=False``, such as caches, stay each rank's own.
+    Buffers with ``persistent=False``, such as caches, are left as they are on each rank.
 
     Args:
         models: modules with the same buffers on every rank.

@@ -47,12 +47,12 @@ def create_multi_node_evaluator(
 
     The same object is returned; its ``evaluate()`` becomes *collective*. Each rank passes the
     loader of its own shard, of any size. A value that a batch reports is weighted by the batch's
-    number of samples (the first dimension of its first tensor), a `Ratio` by its count, and a value
-    that a custom ``evaluate()`` adds to its result by the samples of the rank. Ranks may take
-    different times; if one raises, all others raise as well.
+    number of samples (see `torchmn.data.batch_size.num_samples`), a `Ratio` by its count, and a
+    value that a custom ``evaluate()`` adds to its result by the samples of the rank. Ranks may take
+    different amounts of time; if one raises, all others raise as well.
 
     Args:
-        evaluator: a `pytorch_pfn_extras.training.extensions.Evaluator` or of a subclass. Its
+        evaluator: a `pytorch_pfn_extras.training.extensions.Evaluator`, or one of a subclass. Its
             batches may also come from a ``SerialIterator(shard, n, repeat=False)``.
         comm: the ranks that participate.
         buffers: which running statistics are used: ``average`` (floating-point buffers are
@@ -196,8 +196,8 @@ class Recorder:
         for name, value in reported.items():
             if self._batch_size is None and not isinstance(value, tuple):
                 raise UsageError(
-                    f"'{name}' was reported for a batch without a tensor, so its number of "
-                    "samples is not known. Report Ratio(sum, count)."
+                    f"'{name}' was reported for a batch whose number of samples is not known. "
+                    "Report Ratio(sum, count)."
                 )
             self._sums.add(name, value, self._batch_size or 0)
 
@@ -256,8 +256,8 @@ class _RecordedLoader:
 class GenericMultiNodeEvaluator(extension.Extension):
     """Base class: `calc_local` for every batch of every rank, `aggregate` once at the root.
 
-    For scores that need all outputs at once, such as BLEU. Shards may be uneven or empty and ranks
-    may take different times. It reports nothing itself; calling it returns the result of
+    For scores that need all outputs at once, such as BLEU. Shards may be uneven or empty, and ranks
+    may take different amounts of time. It reports nothing itself; calling it returns the result of
     `aggregate` on the root and None on other ranks.
 
     Args:
@@ -267,7 +267,7 @@ class GenericMultiNodeEvaluator(extension.Extension):
         device: batches are moved to it before `calc_local`; None does not move them.
         converter: moves a batch: ``converter(batch, device)``.
         root: the rank that aggregates.
-        progress_hook: called with (batches done on this rank,) after each batch.
+        progress_hook: called after each batch with a tuple of one number: this rank's batches done.
 
     Example:
         >>> class Longest(torchmn.GenericMultiNodeEvaluator):

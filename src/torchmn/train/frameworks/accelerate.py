@@ -33,14 +33,15 @@ def attach(target: T, options: ExchangeOptions | None = None) -> T:
     evaluate with an Accelerator, so that all ranks hold the same parameters then.
 
     Args:
-        target: an ``accelerate.Accelerator``, or a ``transformers.Trainer`` or object of a class
-            derived from it, as TRL's.
+        target: an ``accelerate.Accelerator``, or a ``transformers.Trainer`` or an object of a class
+            derived from it, such as TRL's.
         options: codec, schedule and the like; default: every step in float32.
 
     Raises:
-        UsageError: it is neither of them, something was prepared before, or it has another device.
+        UsageError: ``target`` is neither of them, it has already prepared something, or it trains
+            on another device than torchmn.
         UnsupportedError: it uses DeepSpeed, FSDP, Megatron-LM or XLA.
-        TopologyError: it and torchmn see other ranks.
+        TopologyError: its rank or number of ranks is not that of torchmn.
 
     >>> from accelerate import Accelerator
     >>> from torchmn.train.frameworks import ExchangeOptions, attach
@@ -145,7 +146,7 @@ class AcceleratorExchange(_Base):
             return super().save_state(*args, **kwargs)
 
     def load_state(self, *args: Any, **kwargs: Any) -> Any:
-        """See Accelerate's ``load_state``; random numbers continue, too. *Collective.*"""
+        """See Accelerate's ``load_state``; also restores random generators. *Collective.*"""
         result = super().load_state(*args, **kwargs)
         rank_seeds.share_equal_numbers(self.exchange.connect(self.device))
         return result

@@ -74,7 +74,8 @@ class Exchange:
     def connect(self, device: torch.device) -> Communicator:
         """Make the communicator of the framework's processes, once. *Collective.*
 
-        Raises TopologyError: the framework and torchmn see other ranks; UsageError: other devices.
+        Raises TopologyError: the framework and torchmn disagree about the ranks; UsageError: about
+        the device.
         """
         if self._comm is None:
             comm = create_communicator(self.options.communicator, timeout_s=self.options.timeout_s)
@@ -277,8 +278,8 @@ class FrameworkOptimizer(MultiNodeOptimizer):
     - Frameworks save the state of rank 0 and load it on every rank, but residuals and local updates
       differ between ranks: `gathered_state_dict` holds those of all, and `load_state_dict` takes
       out this rank's own, or distributes them again over another number of ranks.
-    - Frameworks ask whether `step` unscales several times in a step, before they clip for instance.
-      In their loops each rank has a backward pass, so that asking is no part of an exchange.
+    - Frameworks ask several times in a step whether `step` unscales, for instance before they clip.
+      In their loops every rank has a backward pass, so the answer needs no exchange.
     """
 
     # Returned by `state_dict` while a framework writes a checkpoint: it asks rank 0 alone, which
@@ -336,7 +337,7 @@ class FrameworkOptimizer(MultiNodeOptimizer):
         return state if ranks is None else {**state, RANKS: ranks}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See `MultiNodeOptimizer.load_state_dict`; a state of all ranks may be of any number."""
+        """See `MultiNodeOptimizer.load_state_dict`; accepts the states of any number of ranks."""
         shared = dict(state_dict)
         ranks = cast(list[dict[str, Any]] | None, shared.pop(RANKS, None))
         if ranks is not None:

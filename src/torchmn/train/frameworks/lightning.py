@@ -41,8 +41,8 @@ def lightning_strategy(
 
     Args:
         options: codec, schedule and the like; default: every step in float32.
-        exact_evaluation: validation and test sets are shared out without repeated samples. The
-            last batch may be on some ranks only, so that ``validation_step`` must not communicate;
+        exact_evaluation: divide validation and test sets without repeating samples. The last batch
+            may then exist on some ranks only, so ``validation_step`` must not communicate;
             ``self.log(..., sync_dist=True)`` and torchmetrics do so at the end of the epoch.
         lightning: arguments of Lightning's ``DDPStrategy``, such as ``process_group_backend``.
 
@@ -188,7 +188,7 @@ class TrainerStrategy(_Collectives):
         return gathered
 
     def _raise_if_uneven(self) -> None:
-        """Raise UsageError: a step of an evaluation communicates that some ranks do not make."""
+        """Raise UsageError: an evaluation step communicates, and some ranks do not make it."""
         hook = self.lightning_module and self.lightning_module._current_fx_name
         if self._has_uneven_evaluation and hook in _STEPS_OF_EVALUATION:
             comm = self.exchange.connect(self.root_device)
@@ -240,7 +240,7 @@ class FlushCallback(_Base):
     """Flushes at the end of training; mixed with Lightning's ``Callback``.
 
     It is the first callback: those of the user may save the parameters, or replace them by an
-    average, to which no pending update must be applied.
+    average, to which no pending update may be applied.
     """
 
     exchange: Exchange

@@ -28,7 +28,7 @@ def torchmetrics_options(comm: Communicator) -> dict[str, Any]:
         if group is not None:
             raise UsageError(
                 f"{comm.rank_label}: a metric has process_group= and torchmetrics_options(comm), "
-                "which say on which ranks it computes. Leave out the first, or pass the options of "
+                "which both choose its ranks. Leave out process_group=, or pass the options of "
                 "comm.subgroup(ranks)."
             )
         gathered = list(comm.allgather(state))

@@ -98,7 +98,7 @@ class GrowingSampler(GlobalSampler):
     """
 
     def __init__(self, *args: Any, growth: BatchGrowth, **options: Any) -> None:
-        """Arguments as of `GlobalSampler`. Raises UsageError: ``drop_last`` drops all samples."""
+        """Take the arguments of `GlobalSampler`. Raises UsageError: ``drop_last`` drops all."""
         self.growth = growth
         super().__init__(*args, **options)
         # After so many samples all milestones have passed.

@@ -5,7 +5,7 @@ and algorithm 1. A large batch is divided into ghost batches, each of which is n
 mean and variance, as a small batch would be. The running statistics are updated by one ghost batch
 after another; evaluation uses them as batch normalization does.
 
-With ``ghost_batch`` samples per rank it is what ranks do with plain batch normalization.
+If each rank has ``ghost_batch`` samples, this is the same as plain batch normalization on ranks.
 """
 
 from typing import Any
@@ -52,7 +52,7 @@ class GhostBatchNorm1d(_Ghost, nn.BatchNorm1d):
 
 
 class GhostBatchNorm2d(_Ghost, nn.BatchNorm2d):
-    """`torch.nn.BatchNorm2d` whose training batches are normalized in parts.
+    """`torch.nn.BatchNorm2d` whose training batches are normalized in parts. Local.
 
     Parameters, buffers, state dict and evaluation are those of the layer of torch. A batch is
     divided in order into ``batch / ghost_batch`` ghost batches, rounded to the nearest whole number
@@ -92,7 +92,7 @@ def convert_to_ghost_batch_norm(model: Model, ghost_batch: int) -> Model:
     """Make every `nn.BatchNorm1d`, 2d and 3d of a model a ghost one, in place. Local.
 
     Returns the model. The layers stay the same objects, with their parameters, statistics and
-    hooks, so optimizers stay valid. Ghost layers get the new size.
+    hooks, so optimizers stay valid. Layers that already are ghost ones get the new size.
 
     Raises, before anything is changed:
         UnsupportedError: the model has batch normalization of another class, such as a multi-node

@@ -90,13 +90,13 @@ class GlobalBatch:
         comm: the ranks.
         local_batch: the most samples of one forward and backward pass: what fits into memory.
         accumulation: passes of each rank in a step. If shares are uneven and the smaller ones have
-            fewer samples than that, it is one less, so that all ranks make as many passes.
+            fewer samples than that, it is one less, so that all ranks make equally many passes.
         growth: enlarge the global batch during training. The passes stay as large as they are at
             the beginning, so that they still fit, and become more.
         shares: ``"equal"``, or ``"speed"`` for ranks of different speeds: every ten steps the
             shares follow the times that `micro_batches` measures, so that all ranks end a step
             together. Means stay exact. It needs `sampler`, whose state has the shares. Give
-            ``local_batch``, or a larger share will be more passes instead of larger ones.
+            ``local_batch``: without it passes keep their size, and a larger share is more passes.
 
     Raises:
         UsageError: a number is out of range, or the three contradict each other.
@@ -247,8 +247,8 @@ class GlobalBatch:
     def samples_seen(self) -> int:
         """Samples of the data before the current position, over all ranks and epochs.
 
-        Those of the sampler that was made by `sampler`, so those that ``drop_last`` has dropped are
-        included; without a sampler, what was given to `count`.
+        A sampler made by `sampler` counts them, with those that ``drop_last`` has dropped. Without
+        one, it is the sum of what was passed to `count`.
         """
         return self._num_counted if self._sampler is None else self._sampler.samples_seen
 
@@ -277,7 +277,7 @@ class GlobalBatch:
     def count(self, num_samples: int | None = None) -> None:
         """Count the samples of a step over all ranks, where another sampler makes the batches.
 
-        Without a number, those of a full global batch. Raises UsageError: `sampler` was called.
+        The default is a full global batch. Raises UsageError: `sampler` was called.
         """
         if self._sampler is not None:
             raise UsageError(
@@ -291,7 +291,7 @@ class GlobalBatch:
         return {"samples_seen": self._num_counted}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Resume from `state_dict`, also of another number of ranks."""
+        """Resume from a `state_dict`, saved on any number of ranks."""
         self._num_counted = int(state["samples_seen"])
 
     # ---- data ----
@@ -336,9 +336,9 @@ class GlobalBatch:
         numbers, so that all samples of the global batch count equally. With ``reduction="sum"``
         shares are 1.
 
-        All ranks make the same number of passes, except where passes of one sample meet uneven
-        shares, of which the smaller ones then make one pass less. A rank without samples makes
-        none; gradients are exchanged when the loop over the passes has ended, on all ranks.
+        All ranks make the same number of passes, unless passes have one sample and shares are
+        uneven: ranks with a smaller share then make one pass less. A rank without samples makes
+        none; its gradients are exchanged when its loop over the passes ends.
 
         Args:
             samples: a tensor ``(samples, ...)``, or tuples, lists and dicts of them.
@@ -347,7 +347,9 @@ class GlobalBatch:
 
         Raises UsageError: the tensors have different numbers of samples; no optimizer was given to
         train with, and there is a multi-node optimizer of these ranks; ranks make different numbers
-        of passes (on all ranks), and the model has batch normalization over all ranks.
+        of passes (on all ranks), and the model has batch normalization over all ranks. The exchange
+        raises it, on all ranks, for several batches under `no_sync` whose parts are in no common
+        proportion.
         """
         if optimizer is None and training_steps(self.comm).count is not None and self.comm.size > 1:
             self._raise_if_training()
@@ -359,7 +361,7 @@ class GlobalBatch:
         ours = optimizer if isinstance(optimizer, MultiNodeOptimizer) else None
         is_sum = ours is not None and ours.reducer.exchange.reduction == "sum"
         if ours is not None and not is_sum:
-            ours.set_weight(num_own)
+            ours.sample_weights.set(num_own, is_of_new_batch=True)
         num_passes = min(self._num_passes_of(num_own, ours), num_own)
         for index, part in enumerate(split(samples, num_passes) if num_own else []):
             begin, end = shard_bounds(num_own, num_passes, index, force_equal_length=False)
@@ -402,7 +404,7 @@ class GlobalBatch:
                     f"{type(layer).__name__} over all ranks, needs as many on all. Give "
                     "local_batch=2 or more, or batches that the number of ranks divides: a "
                     "multiple of it as global_batch, and drop_last=True. For a last batch with "
-                    "fewer samples than ranks pad_last=True will do, too."
+                    "fewer samples than ranks, pad_last=True also helps."
                 )
 
     def _follow_speed(self, speed: SpeedShares, optimizer: Optimizer | None) -> None:

@@ -30,18 +30,19 @@ from torchmn.train.large_batch.trust_ratio import (
 
 
 class LAMB(TrustRatioOptimizer):
-    """Adam with layer-wise adaptive rates (You et al. 2019, arXiv 1904.00962).
+    """Adam with layer-wise adaptive rates (You et al. 2019, arXiv 1904.00962). Local.
 
     Args:
         params: parameters, or groups of them.
-        lr: the global rate; it grows with the square root of the batch (`SquareRootScaling`).
-        betas: of the means of the gradient and of its square.
-        eps: added to the root.
-        weight_decay: lambda, decoupled from the gradient.
-        norm_bounds: the least and the greatest norm of weights that counts; None for no bounds.
+        lr: the global rate; scale it with the square root of the batch (`SquareRootScaling`).
+        betas: decay rates of the running means of the gradient and of its square.
+        eps: added to the square root in the denominator.
+        weight_decay: the coefficient of weight decay, which does not enter m and v.
+        norm_bounds: the least and the greatest value to which norms of weights are clamped; None
+            does not clamp them.
         exclude_vectors: leave out the ratio and weight decay for parameters of at most one
-            dimension: biases and normalization. An option of groups, too.
-        foreach: one call for all tensors; by default on GPUs, where it is faster.
+            dimension: biases and normalization. Parameter groups may differ in it.
+        foreach: update all tensors in one call; None does so on GPUs, where it is faster.
 
     Raises UsageError: an argument, or an option of a group, is out of range.
 

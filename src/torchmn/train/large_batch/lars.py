@@ -9,8 +9,8 @@ section 4, equation 6 and algorithm 1, for the weights w of a layer and their gr
 
 Differences: where w or the denominator is 0, l is 1, or such a layer would never move; biases and
 the parameters of normalization, which have one dimension or none, have l = 1 and no weight decay,
-as in the authors' later work (arXiv 1904.00962, section 4). The rate is inside of v, as in the
-paper: after it has changed, the momentum keeps the old one.
+as in the authors' later work (arXiv 1904.00962, section 4). As in the paper, the rate is a factor
+inside v: after it has changed, v still holds the updates of the old rate.
 """
 
 from collections.abc import Iterable
@@ -30,17 +30,17 @@ from torchmn.train.large_batch.trust_ratio import (
 
 
 class LARS(TrustRatioOptimizer):
-    """SGD with momentum and layer-wise adaptive rates (You et al. 2017, arXiv 1708.03888).
+    """SGD with momentum and layer-wise adaptive rates (You et al. 2017, arXiv 1708.03888). Local.
 
     Args:
         params: parameters, or groups of them.
         lr: the global rate; for large batches well above that of SGD, with a warm-up.
-        momentum: m.
-        weight_decay: beta.
-        trust: eta, how far a layer moves in relation to the norm of its weights.
+        momentum: the momentum factor; m in the paper.
+        weight_decay: the coefficient of weight decay; beta in the paper.
+        trust: how far a layer moves relative to the norm of its weights; eta in the paper.
         exclude_vectors: leave out the local rate and weight decay for parameters of at most one
-            dimension: biases and normalization. An option of groups, too.
-        foreach: one call for all tensors; by default on GPUs, where it is faster.
+            dimension: biases and normalization. Parameter groups may differ in it.
+        foreach: update all tensors in one call; None does so on GPUs, where it is faster.
 
     Raises UsageError: an argument, or an option of a group, is out of range.
 

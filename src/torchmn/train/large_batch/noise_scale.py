@@ -7,9 +7,9 @@ of single samples (section 2.2)
     B_simple = tr(Σ) / |G|²
 
 samples is about the critical batch: far below it, twice the batch halves the steps; far above it,
-the steps stay as many. It costs no other computation than two norms (appendix A.1): a gradient of b
-samples has the expected square |G|² + tr(Σ) / b, so the ranks' own gradients and their mean give
-two equations for the two unknowns.
+their number hardly changes. It costs only the computation of two norms (appendix A.1): a gradient
+of b samples has the expected square |G|² + tr(Σ) / b, so the ranks' own gradients and their mean
+give two equations for the two unknowns.
 
 Difference from the paper, whose batches are equal: with weights w of sum 1 and b samples on each
 rank the sum of w |g|² has the expected value |G|² + a tr(Σ), with a = sum w / b, and |sum of w g|²
@@ -43,15 +43,14 @@ class GradientNoiseScale:
     print(noise.value())  # samples: a batch above this will not pay
     ```
 
-    The training stays the same to the bit. Measured are the gradients before clipping, in every
-    ``every``-th step; ``tr(Σ)`` and ``|G|²`` are averaged over measurements and then divided. Where
-    the run is recorded, `torchmn report` shows the result. Samples are those that the model's
-    forward sees in the first size of its first tensor, or those given to ``optimizer.set_weight``.
+    Training stays bit-identical. Gradients are measured before clipping, in every ``every``-th
+    step; ``tr(Σ)`` and ``|G|²`` are averaged over measurements and then divided. If the run is
+    recorded, `torchmn report` shows the result. Samples are counted in the arguments of the model's
+    forward (see `torchmn.data.batch_size.num_samples`), or given to ``optimizer.set_weight``.
 
-    Left out are steps with gradients that are not finite, that add to the means of an earlier
-    exchange (more than one backward pass outside of ``no_sync()``,
-    ``zero_grad(set_to_none=False)``), or that come from one rank alone. One rank alone measures
-    nothing, and warns.
+    A step is not measured if its gradients are not finite, come from one rank alone, or add to the
+    means of an earlier exchange (more than one backward pass outside of ``no_sync()``,
+    ``zero_grad(set_to_none=False)``). On a single rank nothing is measured, with a warning.
 
     Args:
         optimizer: made by `create_multi_node_optimizer`.
@@ -126,7 +125,7 @@ class GradientNoiseScale:
         }
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Resume from `state_dict`, also of another number of ranks."""
+        """Resume from a `state_dict`, saved on any number of ranks."""
         self._square, self._variance = state["square"], state["variance"]
         self.num_measurements = int(state["num_measurements"])
 
@@ -139,9 +138,9 @@ class GradientNoiseScale:
         """See `NormListener.measured`. Raises UsageError: the samples are not known."""
         if norms.num_samples == 0 and norms.own_square > 0:
             raise UsageError(
-                "GradientNoiseScale needs numbers of samples, but the model's forward has seen no "
-                "tensor with a batch dimension. Call optimizer.set_weight(number_of_samples) "
-                "before backward()."
+                "GradientNoiseScale needs the number of samples, which the arguments of the "
+                "model's forward do not show. Call optimizer.set_weight(number_of_samples) before "
+                "backward()."
             )
         estimates = estimate(norms)
         if estimates is None:

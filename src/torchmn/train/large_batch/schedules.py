@@ -41,7 +41,7 @@ class BatchSchedule(LRScheduler):
     the rates, and loading it sets them; the samples seen are part of the sampler's state (or of
     `GlobalBatch.state_dict`), to be saved as well.
 
-    Rates that are set otherwise, by hand or by a scheduler of torch that is stepped beside this one
+    Rates that are set elsewhere, by hand or by a scheduler of torch that is stepped beside this one
     or in a `torch.optim.lr_scheduler.ChainedScheduler`, are overwritten by the next ``step()``,
     which warns once. In a `torch.optim.lr_scheduler.SequentialLR`, where schedules follow one
     another, they work together.
@@ -94,7 +94,7 @@ class BatchSchedule(LRScheduler):
     def step(self, epoch: int | None = None) -> None:
         """Set the rates of the next step.
 
-        Raises UsageError: the batch has neither a sampler nor a count, so that no time passes.
+        Raises UsageError: the batch has neither a sampler nor a count, so rates would never change.
         """
         if self._outer is not None:
             self._outer.step(epoch)
@@ -154,7 +154,7 @@ class BatchSchedule(LRScheduler):
             return
 
     def get_lr(self) -> list[float | Tensor]:
-        """The rates now, by group."""
+        """The current rates, by group."""
         factor = self._product(self.batch.samples_seen)
         return [rate * factor for rate in self.base_lrs]
 
@@ -256,7 +256,7 @@ class GradualWarmup(BatchSchedule):
     Args:
         optimizer: an optimizer, or a schedule.
         batch: counts the samples seen.
-        duration: in ``unit``.
+        duration: the length of the warm-up, in ``unit``.
         unit: ``epochs`` or ``samples``.
         start: the first factor. By default it undoes the scaling that this schedule wraps; without
             scaling it is 0.1.

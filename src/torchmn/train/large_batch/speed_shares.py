@@ -4,13 +4,13 @@
     speed s_i     n_i / t_i, for its share of n_i samples
     next share    in proportion to s_i
 
-Where all t_i are equal, the shares stay. A part of t_i that does not depend on n_i makes the
-approach slower, but not its end another. The shares of ranks with different speeds are as far from
-equal as the speeds, and means stay exact, since the optimizer weights ranks by samples.
+Where all t_i are equal, the shares stay. A part of t_i that does not depend on n_i slows
+convergence, but does not change the limit. Shares differ as much as the speeds of the ranks do, and
+means stay exact, since the optimizer weights ranks by samples.
 
 Every `PERIOD` steps with the same shares the ranks gather the medians of their costs, from which
-each of them computes the same new shares. So that noise does not move them to and fro, they change
-only where the slowest rank is expected to gain `MIN_GAIN`, and by at most a quarter at a time.
+each of them computes the same new shares. So that they do not follow noise, they change only if the
+slowest rank is expected to gain `MIN_GAIN`, and by at most a quarter at a time.
 """
 
 from __future__ import annotations

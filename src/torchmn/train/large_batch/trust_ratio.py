@@ -143,9 +143,9 @@ def _raise_if_unsupported(parameter: Tensor) -> None:
 
 
 def weight_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups for an optimizer: with weight decay, and normalization and biases without. Local.
+    """Parameter groups with weight decay, and without it for biases and normalization. Local.
 
-    Without it are all parameters of at most one dimension: biases, and the scales and shifts of
+    Parameters of at most one dimension get no weight decay: biases, and the scales and shifts of
     normalization layers of any class (He et al. 2018, arXiv 1812.01187, section 3.1; Goyal et al.,
     arXiv 1706.02677, section 5.1). Parameters stay in the order of the model, and frozen ones are
     included. A group without parameters is left out.
@@ -154,7 +154,7 @@ def weight_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str,
     optimizer = torch.optim.SGD(weight_decay_groups(model, 1e-4), lr=0.1, momentum=0.9)
     ```
 
-    Raises UsageError: ``weight_decay`` is negative, or a parameter is not initialised yet.
+    Raises UsageError: ``weight_decay`` is negative, or a parameter is not initialized yet.
 
     Example:
         >>> groups = torchmn.train.large_batch.weight_decay_groups(torch.nn.Linear(3, 2), 1e-4)
@@ -168,7 +168,7 @@ def weight_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str,
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise UsageError(
-                f"Parameter '{name}' is not initialised yet, so its number of dimensions is not "
+                f"Parameter '{name}' is not initialized yet, so its number of dimensions is not "
                 "known. Run one forward pass first."
             )
         (others if parameter.dim() <= 1 else decayed).append(parameter)

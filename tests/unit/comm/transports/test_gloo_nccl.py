@@ -13,10 +13,11 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from tests.limits import limit
+from torchmn.base.errors import CommunicationError, PeerLostError, TimeLimitError
 from torchmn.comm.transports import base, gloo_nccl
 from torchmn.comm.transports.base import MAX_DIRECT_RANKS, TimeLimit
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
-from torchmn.testing import run_threads
+from torchmn.testing import run_ranks, run_threads
 
 SCRIPT = """
 import time
@@ -135,3 +136,53 @@ def test_idle_ranks_have_no_connections(monkeypatch) -> None:
 
     eager, lazy = sockets(16), sockets(1)
     assert eager - lazy >= size * (size - 1)
+
+
+NCCL_ERROR = (
+    "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, {}, NCCL version 2.30.3"
+    "\n{}: {}\nLast error:\n{}"
+)
+SYSTEM = ("unhandled system error", "ncclSystemError", "System call (e.g. socket, malloc) failed.")
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (PeerLostError, "[pair.cc:553] Connection closed by peer [127.0.0.1]:1. GLHF!"),
+        (PeerLostError, "[pair.cc:547] writev [127.0.0.1]:1: Broken pipe"),
+        (PeerLostError, "[pair.cc:547] Read error [10.0.0.1]:1: No route to host"),
+        (PeerLostError, "Failed to recv, got 0 bytes. Connection was likely closed."),
+        (PeerLostError, NCCL_ERROR.format(*SYSTEM, "Connection closed by remote peer node1")),
+        (
+            PeerLostError,
+            NCCL_ERROR.format(
+                "remote process exited or there was a network error", "ncclRemoteError", "", ""
+            ),
+        ),
+        (TimeLimitError, "[unbound_buffer.cc:81] Timed out waiting 5000ms for recv operation"),
+        (TimeLimitError, "Application timeout caused pair closure"),
+        (CommunicationError, NCCL_ERROR.format(*SYSTEM, "No space left on device /dev/shm/nccl-1")),
+        (CommunicationError, "[enforce fail at allreduce.cc:41] elements > 0"),
+        (CommunicationError, "CUDA out of memory. Tried to allocate 20.00 MiB."),
+    ],
+)
+def test_an_error_is_that_of_a_lost_peer_only_if_it_says_so(kind: type, text: str) -> None:
+    class Failing:
+        def allreduce(self, *_: object) -> None:
+            raise RuntimeError(text)
+
+    transport = TorchDistributedTransport(HashStore(), 0, 1, timeout_s=limit(20))
+    transport._gloo = Failing()
+    with pytest.raises(CommunicationError) as raised:
+        transport.all_reduce_(torch.ones(1), "sum", TimeLimit(1))
+    assert type(raised.value) is kind
+    assert all(line in str(raised.value) for line in text.splitlines())  # the last error of NCCL
+
+
+def test_a_tensor_that_gloo_refuses_is_no_lost_peer() -> None:
+    def rank_main(comm):
+        with pytest.raises(CommunicationError, match="unsupported device type meta.$") as raised:
+            comm.world.all_reduce_(torch.ones(2, device="meta"))
+        assert type(raised.value) is CommunicationError
+
+    run_ranks(rank_main, 2)

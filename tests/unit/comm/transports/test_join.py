@@ -13,9 +13,10 @@ import pytest
 
 from tests.all.processes.runner import PYTHON_PATH
 from tests.limits import limit
+from torchmn.base.torch_private import HashStore
 from torchmn.cluster.launcher_env import read_launcher_env
 from torchmn.comm.transports import join
-from torchmn.errors import TopologyError
+from torchmn.errors import TopologyError, UsageError
 
 TORCHRUN = {
     "RANK": "1",
@@ -44,6 +45,20 @@ def test_a_loopback_address_is_accepted_on_one_host() -> None:
     place = read_launcher_env({**TORCHRUN, "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "1"})
     assert place is not None
     join._raise_if_address_is_local(place, "127.0.0.1")
+
+
+@pytest.mark.parametrize("names", ["eth77", "lo,eth77", "lo, lo"])
+def test_interfaces_that_this_host_does_not_have(
+    monkeypatch: pytest.MonkeyPatch, names: str
+) -> None:
+    """gloo's own error looked like that of a lost rank, and the job like one that hangs."""
+    place = read_launcher_env(TORCHRUN)
+    assert place is not None
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", names)
+    with pytest.raises(UsageError, match=r"has no interface '(eth77| lo)', but .*lo"):
+        join._own_address(place, "192.0.2.1", HashStore())  # type: ignore[arg-type]
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,lo:1")
+    assert join._own_address(place, "192.0.2.1", HashStore()) is None  # type: ignore[arg-type]
 
 
 def start_ranks(tmp_path: Path, size: int, env: dict[str, str]) -> list[subprocess.Popen[str]]:

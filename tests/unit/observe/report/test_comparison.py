@@ -101,14 +101,14 @@ def test_noise_that_hides_a_difference_is_told(tmp_path: Path) -> None:
         run(tmp_path, 1, jitter=0.4, num_steps=30, slower=slower),
     )
     assert found.verdict == "no difference"
-    assert "No difference that the noise allows to see: B is less than" in found.text
+    assert "No difference can be seen within the noise: B is less than" in found.text
 
 
 def test_changed_settings_are_told(tmp_path: Path) -> None:
     settings = {"schedule": "every_step", "codec": "int8"}
     found = compare(run(tmp_path, 0), run(tmp_path, 1, settings=settings))
     assert found.changed == {"codec": ("none", "int8")}
-    assert "What the runs were told differs in codec (none, int8)." in found.text
+    assert "The settings of the runs differ in codec (none, int8)." in found.text
 
 
 @pytest.mark.parametrize(

@@ -233,6 +233,15 @@ def test_a_host_that_data_reach_late(tmp_path: Path) -> None:
     assert faults_of(findings_of(unknown, tmp_path / "unknown")) == []
 
 
+@pytest.mark.parametrize("num_hosts", [1, 2])
+def test_a_codec_is_advised_for_what_crosses_between_hosts(tmp_path: Path, num_hosts: int) -> None:
+    """Within a host codecs encode nothing, or cost more than they save."""
+    run = ImitatedRun(ranks_per_host=4 // num_hosts, bandwidth_bytes_per_s=1e8)
+    (exchange,) = (each for each in findings_of(run, tmp_path) if each.kind == "exchange")
+    assert ("codec=" in exchange.cure) == (num_hosts > 1)
+    assert ("stays within one host" in exchange.evidence) == (num_hosts == 1)
+
+
 @pytest.mark.parametrize(
     ("nominal", "sizes", "is_slow"),
     [

@@ -243,6 +243,17 @@ def test_no_job(tmp_path: Path) -> None:
         inspect(tmp_path)
 
 
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user as well")
+def test_a_run_of_another_user(tmp_path: Path) -> None:
+    os.seteuid(65534)
+    try:
+        with pytest.raises(LaunchError, match="not yours to read: name a run of your own"):
+            inspect(tmp_path / "run")
+    finally:
+        os.seteuid(0)
+
+
 def test_the_newest_job_is_the_default(job: Job) -> None:
     """Of those of processes of this user, which have the file open, wherever it is."""
     other = Inspections(job.folder.parent / "other")

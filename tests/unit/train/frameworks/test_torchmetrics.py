@@ -116,7 +116,7 @@ def test_a_process_group_beside_the_options_is_refused() -> None:
     def rank_main(comm: torchmn.Communicator) -> None:
         metric = torchmetrics.MeanMetric(process_group="other", **torchmetrics_options(comm))
         metric.update(1.0)
-        with pytest.raises(UsageError, match="Leave out the first"):
+        with pytest.raises(UsageError, match="Leave out process_group="):
             metric.compute()
 
     run_ranks(rank_main, 2)

@@ -5,10 +5,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from tests.unit.data.test_global_sampler import Placement
-from torchmn import create_multi_node_optimizer
+from torchmn import create_multi_node_optimizer, scatter_loader
 from torchmn.comm import Communicator
+from torchmn.data.scatter import shard_bounds
 from torchmn.errors import RankMismatchError, UsageError
 from torchmn.nn import convert_batch_norm
 from torchmn.testing import run_ranks
@@ -215,6 +217,55 @@ def test_a_rank_without_samples_clips_as_the_others(size: int) -> None:
     assert alone[0] > 0.1
     for found in run_ranks(rank_main, size):
         assert torch.allclose(found, alone)
+
+
+@pytest.mark.parametrize("has_loader", [True, False])
+@pytest.mark.parametrize(
+    ("sizes", "is_refused"),
+    [([8, 8], False), ([8, 4, 8], False), ([7, 7], False), ([7, 6], True), ([8, 1], True)],
+)
+def test_batches_accumulated_under_no_sync_are_exact_or_refused(
+    sizes: list[int], is_refused: bool, has_loader: bool
+) -> None:
+    """One weight of a rank is right only for parts that are in proportion on all ranks."""
+    x = torch.randn(sum(sizes), 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def rank_main(comm: Communicator) -> torch.Tensor:
+        model = nn.Linear(3, 1).double()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(1.0)
+        inner = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = create_multi_node_optimizer(inner, comm, model)
+        if has_loader:
+            scatter_loader(DataLoader(TensorDataset(x)), comm)
+        batch = GlobalBatch(8, local_batch=2, comm=comm)
+
+        def accumulate(whole: torch.Tensor) -> None:
+            own = whole[
+                slice(*shard_bounds(len(whole), comm.size, comm.rank, force_equal_length=False))
+            ]
+            for part, share in batch.micro_batches(own, optimizer):
+                (model(part).square().mean() * share).backward()
+
+        with optimizer.no_sync():
+            accumulate(x[:5])  # of a batch that is left out
+        optimizer.zero_grad()
+        *first, last = x.split(sizes)
+        with optimizer.no_sync():
+            for whole in first:
+                accumulate(whole)
+        if is_refused and comm.size > 1:
+            with pytest.raises(UsageError, match=r"not in proportion on all ranks: rank 0 4 and"):
+                accumulate(last)
+            optimizer.zero_grad()
+        accumulate(last)
+        optimizer.step()
+        return torch.cat([each.detach().flatten() for each in model.parameters()])
+
+    (alone,) = run_ranks(rank_main, 1)
+    for found in run_ranks(rank_main, 2):
+        assert is_refused or torch.allclose(found, alone, rtol=1e-12, atol=1e-12)
 
 
 def test_passes_of_a_training_need_the_optimizer() -> None:

@@ -5,6 +5,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -418,6 +419,38 @@ def test_a_loop_that_measures_nothing_is_refused_at_its_second_batch(
         return training.sampler.shares.sizes(24, at=0)[0]
 
     assert run_ranks(rank_main, 2) == [18 if is_resumed else 12] * 2
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("sets_epoch", [False, True])
+def test_a_loop_that_leaves_each_pass_and_measures_nothing_is_refused(
+    clock: Clock, sets_epoch: bool, num_workers: int
+) -> None:
+    """At its second pass, as another loop is at its second batch."""
+
+    def rank_main(comm: Communicator) -> None:
+        training = Training(comm, clock, shares="speed", num_workers=num_workers)
+        next(iter(training.loader))  # a peek
+        for epoch in range(2):
+            with pytest.raises(UsageError, match="micro_batches") if epoch else nullcontext():
+                if sets_epoch:
+                    training.sampler.set_epoch(epoch)
+                for x, y in training.loader:
+                    (training.model(x) - y).square().mean().backward()
+                    training.optimizer.step()
+                    break
+
+    run_ranks(rank_main, 2)
+
+
+def test_a_loop_that_leaves_each_pass_and_measures_is_followed(clock: Clock) -> None:
+    def rank_main(comm: Communicator) -> int:
+        training = Training(comm, clock, shares="speed")
+        for _ in range(40):
+            training.step(next(iter(training.loader)))
+        return training.batch.share
+
+    assert run_ranks(rank_main, 2) == [16, 8]
 
 
 def test_a_step_over_loaded_shares_has_the_mean_of_one_process(clock: Clock) -> None:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from tests.limits import limit
 from tests.unit.exchange.schedules.local_updates.runs import (
@@ -28,7 +29,7 @@ from tests.unit.models import (
     near,
     values,
 )
-from torchmn import create_multi_node_optimizer
+from torchmn import create_multi_node_optimizer, scatter_loader
 from torchmn.cluster import Topology
 from torchmn.errors import NonFiniteGradientError, ResultWarning, UnsupportedError, UsageError
 from torchmn.exchange.replicas import different_tensors
@@ -39,6 +40,28 @@ SCHEDULES = [PeriodicAverage, BlockMomentum, DiLoCo]
 
 
 # ---- when a block ends, and the means ----
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("world_size", "batch_size"), [(2, 5), (3, 7), (2, 47)])
+def test_uneven_parts_of_a_loader_end_blocks_in_the_same_step(
+    schedule: type, world_size: int, batch_size: int
+) -> None:
+    """So that a script may call other collectives in each step, as to save a checkpoint."""
+
+    def rank_main(comm):
+        model, optimizer = wrap(comm, schedule(16))
+        rows = DataLoader(TensorDataset(batch(0, 0, 48)), batch_size=batch_size)
+        for (own,) in scatter_loader(rows, comm):
+            optimizer.zero_grad()
+            loss_of(model, own).backward()
+            optimizer.step()
+            comm.barrier()
+        optimizer.flush()
+        return optimizer.schedule.num_samples, values(model)
+
+    results = run_ranks(rank_main, world_size)
+    assert all(num == 48 and equal(held, results[0][1]) for num, held in results)
 
 
 def test_a_codec_is_used_between_nodes_only() -> None:
