@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -108,6 +109,17 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     """Tests are slow by their folder, too."""
     if item.path.is_relative_to(SLOW_FOLDER):
         item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported for tests lives as long as the run: collections of garbage leave it out."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)
