@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchmn.base.errors import PeerLostError, TimeLimitError
 from torchmn.comm.base import Communicator
-from torchmn.comm.flight_recorder import FlightRecorder
+from torchmn.comm.flight_recorder import FlightRecorder, State
 from torchmn.comm.transports.base import BackoffTimeLimit, Transport, abort_pending_receives
 
 _SLOWEST_BYTES_PER_S = 10e6
@@ -51,6 +51,7 @@ class ControlChannel:
         limit_s = self._timeout_s + nbytes / _SLOWEST_BYTES_PER_S
         self._waiting_since_s = time.monotonic()
         entry = self._recorder.begin("checkpoint", f"the round in which {what}", (), "-", limit_s)
+        state: State = "failed"
         try:
             # Rows must have equal lengths, hence the sizes first. That round also waits for the
             # slowest disk; the second one meets ranks that have all arrived.
@@ -58,14 +59,15 @@ class ControlChannel:
             blanks = int(sizes.max()) - len(raw)  # which JSON ignores
             row = torch.frombuffer(raw + b" " * blanks, dtype=torch.uint8)
             rows = self._gather(transport, row, self._timeout_s)
+            state = "done"
         except (PeerLostError, TimeLimitError) as error:
-            self._recorder.end(entry, "late" if isinstance(error, TimeLimitError) else "failed")
+            state = "late" if isinstance(error, TimeLimitError) else "failed"
             raise type(error)(
                 f"{self._rank_label}: another rank was lost while {what}: {error}"
             ) from error
         finally:
+            self._recorder.end(entry, state)
             self._waiting_since_s = None
-        self._recorder.end(entry, "done")
         return [json.loads(row.tobytes()) for row in rows.numpy()]
 
     def waited_s(self) -> float:

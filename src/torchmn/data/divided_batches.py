@@ -60,10 +60,18 @@ class LoaderPass:
         loader: the number of the loader, the same on all ranks.
         is_of_loader: whether a loader of torchmn counts what the script receives. If not, batches
             count when they are drawn, which is ahead of the script where workers prefetch.
+        is_of_stream: whether ranks communicate for every batch.
     """
 
-    def __init__(self, batches: DividedBatches, loader: int, *, is_of_loader: bool) -> None:
-        self.loader, self.is_of_loader = loader, is_of_loader
+    def __init__(
+        self,
+        batches: DividedBatches,
+        loader: int,
+        *,
+        is_of_loader: bool,
+        is_of_stream: bool = False,
+    ) -> None:
+        self.loader, self.is_of_loader, self.is_of_stream = loader, is_of_loader, is_of_stream
         # Whether the loop trains with each batch before it requests the next one; None until the
         # first exchange.
         self.is_in_step: bool | None = None

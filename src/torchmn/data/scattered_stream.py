@@ -160,7 +160,9 @@ class ScatteredStream(CountedPasses):
 
     def begin_pass(self, name: str) -> LoopOfScript:
         """Begin the pass of a ``for``. Its first batch is *collective*."""
-        one_pass = LoaderPass(divided_batches(self._comm), self._number, is_of_loader=True)
+        one_pass = LoaderPass(
+            divided_batches(self._comm), self._number, is_of_loader=True, is_of_stream=True
+        )
         self._pass = one_pass
         self.state, self._resumed = self._resumed or StreamState(batches=0), None
         number = self.state["batches"]

@@ -32,6 +32,7 @@ def own_codec(codec: str | Codec | None, comm: Communicator) -> Codec | None:
             f"{chosen.name} needs whole parameters, and the route {comm.name!r} cuts them between "
             "the ranks of a node. Use 'hierarchical' or another codec."
         )
+    # One object may be given to several optimizers, and residuals belong to one of them.
     return chosen.new_instance()
 
 

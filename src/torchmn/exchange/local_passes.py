@@ -28,6 +28,7 @@ class LocalPasses:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Context in which backward passes are local."""
+        # Contexts may be nested: an inner one must not end the outer one.
         before, self.are_on = self.are_on, True
         self.may_exist = True
         try:

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from torchmn.base.errors import UsageError
 from torchmn.data.divided_batches import DividedBatches, LoaderPass, Part, have_one_proportion
 
 # After this many exchanges of one batch each, one of several means that a batch was left out.
@@ -105,6 +106,19 @@ class StepBatches:
         """The positions of unfinished loops over loaders, for error messages."""
         places = [str(each) for each in self._before if not each.is_over]
         return ", ".join(places) or "no loop over a loader"
+
+    def raise_if_stream_is_elsewhere(self, rank_label: str) -> None:
+        """Raise UsageError if another thread reads a stream than this one, which trains. Local."""
+        thread = threading.get_ident()
+        for each in self._batches.passes:
+            is_read = each.is_of_stream and not each.is_over
+            if is_read and each.thread != thread and self._size > 1:
+                raise UsageError(
+                    f"{rank_label}: another thread than the one that trains reads a stream of "
+                    "scatter_loader. The ranks communicate for every batch of it, and would do so "
+                    "while they exchange gradients, in another order on each. Iterate over it in "
+                    "the thread that trains; to read ahead give its DataLoader num_workers=."
+                )
 
     def look(self, counted: Counted) -> Share | None:
         """Return the share of the next exchange, without recording it. Local.

@@ -6,6 +6,7 @@ import gc
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -287,6 +288,29 @@ def test_means_over_shares_that_end_at_different_steps(schedule: Any) -> None:
 
     (expected,) = run_ranks(lambda comm: trained(of_one, comm, schedule=schedule), 1)
     assert_same(run_ranks(lambda comm: trained(loader, comm, schedule=schedule), 3), expected)
+
+
+@pytest.mark.parametrize("read_by", ["rank_0", "each_rank"])
+def test_a_thread_that_prefetches_is_refused(read_by: Any) -> None:
+    """It would communicate while gradients are exchanged, in another order on each rank."""
+
+    def rank_main(comm: Any) -> None:
+        numbers = Numbers(comm.rank, NUM, comm.size) if read_by == "each_rank" else Numbers()
+        model = nn.Linear(12, 1).double()
+        sgd = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = torchmn.create_multi_node_optimizer(sgd, comm, model)
+        batches = iter(scatter_loader(DataLoader(numbers, batch_size=4), comm, read_by=read_by))
+        with ThreadPoolExecutor(1) as thread:
+            _, x = thread.submit(next, batches).result()
+        if comm.size > 1:
+            with pytest.raises(UsageError, match=r"in the thread that trains.*num_workers="):
+                model(x)
+        _, x = next(batches)
+        model(x).mean().backward()
+        optimizer.step()
+
+    for size in (1, 2):
+        run_ranks(rank_main, size)
 
 
 def test_accumulated_batches_without_a_common_proportion_are_refused() -> None:

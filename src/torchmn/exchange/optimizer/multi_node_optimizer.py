@@ -483,6 +483,9 @@ class MultiNodeOptimizer(WrappedOptimizer):
     def _before_forward(self, model: nn.Module, *_: object) -> None:
         if not torch.compiler.is_compiling() and model.training and torch.is_grad_enabled():
             self._follow_groups()
+            contribution = self.reducer.contribution
+            if contribution.batches is not None:
+                contribution.batches.raise_if_stream_is_elsewhere(self.communicator.rank_label)
 
     @property
     def _are_replicas(self) -> bool:
