@@ -111,6 +111,12 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker(pytest.mark.slow)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that share MPI processes come first, together: one worker starts these for all."""
+    items.sort(key=lambda item: "mpi_pool" not in getattr(item, "fixturenames", ()))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """What is imported for tests lives as long as the run: collections of garbage leave it out."""
