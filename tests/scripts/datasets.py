@@ -52,7 +52,7 @@ def _listing(worker: Worker) -> list[str]:
 
 
 def _other(cure: str) -> dict[str, Any]:
-    return everywhere(Refused("as many samples as that of rank 0, but others", cure=cure))
+    return everywhere(Refused("as many samples as that of rank 0, but different ones", cure=cure))
 
 
 @script("Files in the order of a directory", **_other("`sorted(os.listdir(...))`"))

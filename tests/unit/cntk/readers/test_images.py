@@ -350,7 +350,7 @@ class TestBase64:
             ("1", "line 3: 1 columns"),
             ("1\t2\t3\t4", "line 3: 4 columns"),
             ("5\taa==", "line 3, column 1: the label '5'"),
-            ("a\t1\ta*==", "line 3, column 5: no base64"),
+            ("a\t1\ta*==", "line 3, column 5: not base64"),
             ("1\tAAAA", "line 3, column 3: no image"),
         ],
     )
