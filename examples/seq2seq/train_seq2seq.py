@@ -46,11 +46,7 @@ def parse_options() -> argparse.Namespace:
     add("--target", default="de", help="language to translate into")
     add("--model", default="lstm", choices=NETWORKS, help="network")
     add("--width", type=int, default=256, help="width of embeddings and hidden layers")
-    add(
-        "--layers",
-        type=int,
-        help="layers of each half (default: 1 for lstm, 3 for transformer)",
-    )
+    add("--layers", type=int, help="layers of each half (default: lstm 1, transformer 3)")
     add("--dropout", type=float, default=0.3, help="probability")
     add("--vocabulary", type=int, default=6000, help="tokens of both languages together")
     add("--epoch", type=int, default=15, help="number of epochs")

@@ -168,8 +168,8 @@ def _details(reply: StatusReply, pid: int, num_recent: int) -> tuple[str, ...]:
         for each in reply.engines
     ]
     recent = [
-        f"    {each.age_s:.1f} s ago: number {each.number} of '{each.group}', {each.what}"
-        f"{f', {each.where}' if each.where else ''}, {each.state}, {1e3 * each.seconds:.2f} ms"
+        f"    {each.age_s:.1f} s ago: number {each.number} of '{each.group}', "
+        f"{each.described}, {each.state}, {1e3 * each.seconds:.2f} ms"
         for each in reply.recent[-num_recent:]
     ]
     return memory, *engines, *["  last collectives:"] * bool(recent), *recent
@@ -337,9 +337,8 @@ class _Job:
             return [f"{name} {status.text}.", *status.details]
         lines = [f"{name}:"]
         for own in status.collectives:
-            what = ", ".join(filter(None, (own.what, own.where, own.call)))
             lines.append(
-                f"  group '{own.group}': number {own.number}, {what}, {own.state}, "
+                f"  group '{own.group}': number {own.number}, {own.described}, {own.state}, "
                 f"started {own.age_s:g} s ago"
             )
         stacks = (is_short and status.script_stack) or status.stacks

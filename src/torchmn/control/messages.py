@@ -254,6 +254,11 @@ class CollectiveStatus(Record, frozen=True, kw_only=True):
     age_s: float = 0.0
     seconds: float = 0.0
 
+    @property
+    def described(self) -> str:
+        """What it is, with its bucket, its step and the call of the script."""
+        return ", ".join(filter(None, (self.what, self.where, self.call)))
+
 
 class EngineStatus(Record, frozen=True, kw_only=True):
     """The engine of one communicator: ``ranks`` is empty for all of the job.
