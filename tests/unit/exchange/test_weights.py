@@ -219,6 +219,41 @@ def test_the_loss_of_a_closure_is_weighted_as_its_gradient(how: str) -> None:
         assert near(gradients, local_grads(model, together))
 
 
+@pytest.mark.parametrize(
+    ("sizes", "is_refused"),
+    [([(4, 2), (2, 1)], False), ([(3, 3), (3, 3)], False), ([(4, 3), (4, 2)], True)],
+)
+def test_weights_of_accumulated_passes_are_in_proportion_or_refused(
+    sizes: list[tuple[int, int]], is_refused: bool
+) -> None:
+    """As of tokens in micro-batches: under `no_sync` a rank has one weight for all passes."""
+    rows = [[batch(rank, step, size) for step, size in enumerate(own)] for rank, own in
+            enumerate(sizes)]  # fmt: skip
+
+    def rank_main(comm):
+        model, optimizer = wrap(comm)
+        first, last = rows[comm.rank]
+        with optimizer.no_sync():
+            optimizer.set_weight(len(first))
+            loss_of(model, first).backward()
+        optimizer.set_weight(len(last))
+        if is_refused:
+            with pytest.raises(UsageError, match="not in proportion on all ranks: rank 0 4 and 3"):
+                loss_of(model, last).backward()
+            return []
+        loss_of(model, last).backward()
+        optimizer.step()
+        return values(model)
+
+    alone = mlp()
+    optimizer = sgd(alone)
+    for own in zip(*rows, strict=True):
+        loss_of(alone, torch.cat(own)).backward()
+    optimizer.step()
+    for result in run_ranks(rank_main, 2):
+        assert is_refused or near(result, values(alone))
+
+
 def test_the_unit_of_weights() -> None:
     assert [weight_scale(t, 1) for t in (1, 2, 3, 4, 0.5, 0.3)] == [1, 2, 4, 4, 0.5, 0.5]
     assert weight_scale(3, 3) == 1.0

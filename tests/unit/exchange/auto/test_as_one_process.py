@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from tests.contracts.suites.communicator_contracts import seeded
-from tests.unit.models import fill, values
+from tests.unit.exchange import ordinary_loop
 from torchmn import create_multi_node_optimizer
 from torchmn.cluster import Topology
 from torchmn.comm import Communicator
@@ -19,16 +17,11 @@ from torchmn.testing import run_ranks
 
 NUM_STEPS = (tuner.NUM_WARM_UP + tuner.NUM_TIMED) * 2 * tuner.MAX_TRIALS + 4
 """As many as it needs to try all plans twice, and some with the plan that it has chosen."""
-OVERFLOW = 9
-"""The step of which the last rank's loss is infinite, with a GradScaler."""
 
 
 def train(comm: Communicator | None = None, *, num_ranks: int, what: str) -> list[Tensor]:
-    """Train on this rank's rows, or on all."""
-    layers = nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2)
-    model = fill(nn.Sequential(*layers).double())
-    parts = [[p for p in model.parameters() if (p.ndim > 1) == first] for first in (True, False)]
-    groups = parts if what == "two" else [[*model.parameters()]]
+    model = ordinary_loop.model_of_layers()
+    groups = ordinary_loop.split_groups(model) if what == "two" else [[*model.parameters()]]
     optimizers = [torch.optim.SGD(group, 0.05, momentum=0.9) for group in groups]
     if comm is not None:
         weight = "samples" if what == "samples" else "rank"
@@ -36,35 +29,20 @@ def train(comm: Communicator | None = None, *, num_ranks: int, what: str) -> lis
             create_multi_node_optimizer(each, comm, model, schedule="auto", weight=weight)
             for each in optimizers
         ]
-    forward = torch.compile(model, backend="eager") if what == "compile" else model
-    ema = torch.optim.swa_utils.AveragedModel(model) if what == "ema" else None
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=what == "scaler")
-    for step in range(NUM_STEPS):
-        rows = seeded(0, 11 if what == "samples" else 12, 5, salt=step) / 10
-        if what == "scaler" and step == OVERFLOW:
-            rows[-1] = float("inf")
-        own = rows if comm is None else torch.tensor_split(rows, num_ranks)[comm.rank]
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        scaler.scale(forward(own).square().mean()).backward()
-        for optimizer in optimizers if what in ("scaler", "clip") else ():
-            scaler.unscale_(optimizer)
-        if what in ("scaler", "clip"):
-            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-        for optimizer in optimizers:
-            scaler.step(optimizer)
-        scaler.update()
-        if ema is not None:
-            ema.update_parameters(model)
-        if what == "reload" and step in (3, 20):
-            model.load_state_dict(copy.deepcopy(model.state_dict()))
-            for optimizer in optimizers:
-                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        if what == "freeze":
-            model[0].requires_grad_(step % 10 != 7)
+    found = ordinary_loop.train(
+        comm,
+        num_ranks,
+        model,
+        optimizers,
+        what,
+        num_steps=NUM_STEPS,
+        overflow=9,
+        reloads=(3, 20),
+        is_frozen=lambda step: step % 10 == 7,
+    )
     if comm is not None:
         assert all(len({t.plan for t in each.tuner.trials}) > 1 for each in optimizers)
-    return values(ema or model)
+    return found
 
 
 @pytest.mark.parametrize(
