@@ -1,10 +1,9 @@
 """Messages between the links of a chain: outputs forward, their gradients backward.
 
 Each rank has one thread for each rank it sends to and one for each it receives from, so that a
-message neither waits for the computation nor stops it. Each message names its connection, its call
-and its micro-batch, so that the receiver takes them as they come. It begins with a header; the
-description of an object (its structure, shapes and dtypes) follows where it differs from that of
-the previous message on this connection.
+message neither waits for the computation nor stops it. Each message has the format of
+`torchmn.comm.point_to_point`, and a note that names its connection, its call and its micro-batch,
+so that the receiver takes messages as they come.
 """
 
 from collections import defaultdict, deque

@@ -87,13 +87,13 @@ class ReceivedBatches(Agreement):
         """See `Agreement.report`. Raises RankMismatchError, UsageError."""
         label, batches = self.comm.rank_label, self._contribution.batches
         number, share = self._own
-        own = "no loop over a loader", "", False, 0, False
+        own = "no loop over a loader", "", _PROPORTION, 0, False
         if batches is not None:
-            are_several = share is not None and share.are_of_several
-            is_first = batches.is_in_first_pass
-            own = batches.places, _described(share), are_several, number, is_first
+            problem = _SEVERAL if share is not None and share.are_of_several else _PROPORTION
+            own = batches.places, _described(share), problem, number, batches.is_in_first_pass
         if self._given:
-            own = own[0], " and ".join(f"{each:g}" for each in self._given), False, number, True
+            given = " and ".join(f"{each:g}" for each in self._given)
+            own = own[0], given, _ACCUMULATED, number, True
         found = allgather_for(self.comm, "places of loops", own)
         if len({row[3] for row in found}) > 1:
             where = "; ".join(f"rank {rank} at {row[0]}" for rank, row in enumerate(found))
@@ -107,8 +107,9 @@ class ReceivedBatches(Agreement):
                 "different numbers of batches."
             )
         what = "; ".join(f"rank {rank} {row[1]}" for rank, row in enumerate(found) if row[1])
-        problem = _SEVERAL if any(row[2] for row in found) else _PROPORTION
-        text = f"{label}: {(_ACCUMULATED if self._given else problem).format(what)}"
+        problems = {row[2] for row in found}
+        problem = next(each for each in (_ACCUMULATED, _SEVERAL, _PROPORTION) if each in problems)
+        text = f"{label}: {problem.format(what)}"
         if any(row[4] for row in found):
             raise UsageError(text)
         self._has_warned = True
