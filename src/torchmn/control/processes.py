@@ -98,17 +98,24 @@ def environment_of(pid: int) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
+def files_of(pid: int) -> set[str]:
+    """Return the paths of the files that a process has open; empty if it may not be looked at."""
+    numbers, found = [], set[str]()
+    with suppress(OSError):
+        numbers = os.listdir(f"/proc/{pid}/fd")
+    for number in numbers:
+        with suppress(OSError):  # a thread of the process has closed it since it was listed
+            found.add(os.readlink(f"/proc/{pid}/fd/{number}"))
+    return found
+
+
 def open_files(name: str) -> list[str]:
     """Return the paths of files with this name that processes of this user have open."""
-    found = set()
+    found = set[str]()
     for entry in filter(str.isdigit, os.listdir("/proc")):
-        numbers: list[str] = []
-        with suppress(OSError):  # it has ended, or may not be looked at
+        with suppress(OSError):  # it has ended
             if os.stat(f"/proc/{entry}").st_uid == os.geteuid():
-                numbers = os.listdir(f"/proc/{entry}/fd")
-        for number in numbers:
-            with suppress(OSError):  # it was closed
-                found.add(os.readlink(f"/proc/{entry}/fd/{number}"))
+                found |= files_of(int(entry))
     return sorted(path for path in found if os.path.basename(path) == name)
 
 

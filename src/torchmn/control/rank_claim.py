@@ -9,13 +9,12 @@ have started. The claim ends with the process that made it. Linux only: elsewher
 import hashlib
 import os
 from collections.abc import Mapping
-from glob import glob
 
 from torchmn.base.errors import UsageError
 from torchmn.cluster.environment_variables import ROUND_VARIABLE, SECRET_VARIABLE
 from torchmn.cluster.launcher_env import LAUNCHERS, LauncherInfo
 from torchmn.control.port_discovery import JOB_VARIABLES
-from torchmn.control.processes import ancestors, descendants, environment_of
+from torchmn.control.processes import ancestors, descendants, environment_of, files_of
 
 # The variables that tell a rank of a job from all others.
 _NAMES = frozenset(
@@ -78,5 +77,4 @@ def _name(digest: str, pid: int) -> str:
 
 def _has_claim(pid: int, digest: str) -> bool:
     """Whether a process has claimed this rank; a child that it forked has its open files, too."""
-    wanted = f"/memfd:{_name(digest, pid)} (deleted)"
-    return any(os.path.realpath(file) == wanted for file in glob(f"/proc/{pid}/fd/*"))
+    return f"/memfd:{_name(digest, pid)} (deleted)" in files_of(pid)

@@ -15,6 +15,7 @@ from torchmn.control.processes import (
     StoppedProcesses,
     children,
     descendants,
+    files_of,
     kill_descendants,
     signal_name,
 )
@@ -70,6 +71,27 @@ def test_children_that_another_thread_has_started() -> None:
     started[0].kill()
     started[0].wait(limit(5))
     assert started[0].pid in found
+
+
+def test_files_that_another_thread_opens_and_closes() -> None:
+    """As a rank's threads do while it looks for the process that has claimed its rank."""
+    must_end = threading.Event()
+
+    def open_and_close() -> None:
+        while not must_end.is_set():
+            os.close(os.dup(0))
+
+    threads = [threading.Thread(target=open_and_close) for _ in range(2)]
+    kept = os.memfd_create("kept")
+    for thread in threads:
+        thread.start()
+    try:
+        assert all("/memfd:kept (deleted)" in files_of(os.getpid()) for _ in range(2000))
+    finally:
+        must_end.set()
+        for thread in threads:
+            thread.join()
+        os.close(kept)
 
 
 def test_shell_code_and_signal_name() -> None:
