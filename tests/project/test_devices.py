@@ -30,8 +30,8 @@ def without_device(source: str) -> Iterator[int]:
 
 @pytest.mark.parametrize("folder", sorted({p.parent for p in SOURCE.rglob("*.py")}))
 def test_no_tensor_goes_to_the_default_device(folder: Path) -> None:
-    if "testing" in folder.parts or folder.name == "templates":
-        return  # contracts make what users would make, and templates are scripts of users
+    if "testing" in folder.parts:
+        return  # contracts make what users would make
     found = [
         f"{path.relative_to(SOURCE)}:{line}"
         for path in sorted(folder.glob("*.py"))

@@ -25,7 +25,6 @@ ALLOWED = {
     "cli/report.py": {STDERR},
     "cli/run.py": {STDERR},
     "cli/submit.py": {STDERR},
-    "cli/templates/image.py": {STDOUT},  # the beginning of a user's script
     "observe/__main__.py": {STDERR, STDOUT},
     "run/host_checks.py": {STDOUT},
     # Hangs and failures.

@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from torchmn.base.errors import LaunchError, TorchmnError
-from torchmn.cli import doctor, init, inspect, plan, report, run, submit
+from torchmn.cli import doctor, inspect, plan, report, run, submit
 from torchmn.cli.versions import versions_text
 from torchmn.cluster.environment_variables import TRACEBACK_VARIABLE
 
@@ -33,7 +33,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("run", context_settings=run.CONTEXT)(run.run)
-app.command("init")(init.init)
 app.command("doctor")(doctor.doctor)
 app.command("inspect")(inspect.inspect)
 app.command("plan")(plan.plan)

@@ -120,25 +120,24 @@ def raise_if_folder(path: Path) -> None:
         raise UsageError(f"--output {path} is a folder: name a file in it for the job script.")
 
 
-def write_script(
-    text: str, path: Path, *, mode: int = 0o700, cure: str = "choose another file with --output"
-) -> Path | None:
+def write_script(text: str, path: Path) -> Path | None:
     """Write the script, readable by this user only, since exported variables may be secrets.
 
     An existing file with other content is renamed to ``NAME~``, since it may have been edited.
-    Returns the new path of the old file, or None. Raises UsageError, with the ``cure``.
+    Returns the new path of the old file, or None. Raises UsageError.
     """
     raise_if_folder(path)
     kept, draft = path.with_name(f"{path.name}~"), path.with_name(f".{path.name}.new")
     try:
-        write_whole(draft, text.encode(), mode=mode)
+        write_whole(draft, text.encode(), mode=0o700)
         has_other = path.exists() and path.read_bytes() != text.encode()
         if has_other:
             path.replace(kept)
         draft.replace(path)
     except OSError as error:
         raise UsageError(
-            f"The script {path} cannot be written ({error.strerror}): {cure}."
+            f"The script {path} cannot be written ({error.strerror}): choose another file with "
+            "--output."
         ) from None
     return kept if has_other else None
 

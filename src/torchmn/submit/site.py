@@ -48,18 +48,18 @@ def installed_schedulers(path: str | None) -> tuple[str, ...]:
     )
 
 
-def raise_if_unknown(name: str, *others: str, where: str = "") -> None:
+def _raise_if_unknown(name: str, *, where: str = "") -> None:
     """Raise UsageError for Kubernetes, UnknownNameError for any other unknown scheduler.
 
-    ``others`` are further names to accept; ``where`` is the file that has the name.
+    ``where`` is the file that has the name.
     """
     if name == "kubernetes":
         raise UsageError(
             "torchmn writes no manifests for Kubernetes: docs/how-to/kubernetes.md has one to "
             "copy, which starts the ranks with torchrun."
         )
-    if name not in (*NAMES, *others):
-        raise UnknownNameError(f"scheduler{where}", name, (*NAMES, *others))
+    if name not in NAMES:
+        raise UnknownNameError(f"scheduler{where}", name, NAMES)
 
 
 def choose_scheduler(wanted: str | None, installed: Sequence[str]) -> Scheduler:
@@ -68,7 +68,7 @@ def choose_scheduler(wanted: str | None, installed: Sequence[str]) -> Scheduler:
     Raises UnknownNameError, UsageError: none is installed, or UnsupportedError: several are.
     """
     if wanted is not None:
-        raise_if_unknown(wanted)
+        _raise_if_unknown(wanted)
         return SCHEDULERS[wanted]
     known = "|".join(NAMES)
     if not installed:
@@ -138,7 +138,7 @@ def read_site(path: Path | None) -> Site:
         raise UsageError(f"The site file {path} is not valid TOML: {error}.") from None
     scheduler = table.pop("scheduler", None)
     if scheduler is not None:
-        raise_if_unknown(scheduler, where=f" in {path}:")
+        _raise_if_unknown(scheduler, where=f" in {path}:")
     own = {name: table.pop(name) for name in NAMES if name in table}
     for name, value in own.items():
         if not isinstance(value, dict):

@@ -47,7 +47,7 @@ def test_a_shell_completes_options() -> None:
     assert completed("torchmn run --launch") == ["--launcher"]
 
 
-@pytest.mark.parametrize("words", [["run", "x.py"], ["run", "-m", "x"], ["doctor"], ["init"]])
+@pytest.mark.parametrize("words", [["run", "x.py"], ["run", "-m", "x"], ["doctor"]])
 def test_a_working_directory_that_was_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
 ) -> None:
@@ -73,12 +73,10 @@ def test_torchrun_s_completion_needs_no_script() -> None:
 @pytest.mark.parametrize(
     ("words", "values"),
     [
-        ("torchmn ini", ["init"]),
+        ("torchmn ins", ["inspect"]),
         ("torchmn run --launcher m", ["mpirun"]),
         ("torchmn run --backend n", ["nccl"]),
         ("torchmn submit --scheduler ", ["pbs", "slurm", "grid_engine"]),
-        ("torchmn init --kind t", ["text", "tabular"]),
-        ("torchmn init --scheduler n", ["none"]),
         ("torchmn run trai", []),  # then the shell completes names of files
     ],
 )
