@@ -101,6 +101,4 @@ def _with_value(error: Exception) -> str:
     rule = {"int": "a whole number", "float": "a number"}.get(kind)
     if not rule:
         return ""
-    value = str(problem["input"])
-    hint = " The option is -n, not -np." if (option, value) == ("-n", "p") else ""
-    return f"{option} must be {rule}, got {value!r}.{hint}"
+    return f"{option} must be {rule}, got {str(problem['input'])!r}."
