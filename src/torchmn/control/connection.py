@@ -176,10 +176,3 @@ def listen_on(host: str = "127.0.0.1", port: int = 0, *, backlog: int = 1024) ->
     """Listen at a name or address, empty for all IPv4 addresses. Raises OSError."""
     address = next(iter(addresses_of_host(host)), host) if host else ""
     return socket.create_server((address, port), family=family_of(address), backlog=backlog)
-
-
-def find_free_port(host: str = "127.0.0.1") -> int:
-    """Return a port of ``host`` that is free now, and may be taken before it is used."""
-    keeper, port = reserve_port(host)
-    keeper.close()
-    return port

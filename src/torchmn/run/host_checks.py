@@ -15,7 +15,6 @@ from pathlib import Path
 from torchmn.cluster.network import local_address_among, route_of
 from torchmn.cluster.units import grouped
 from torchmn.control.codec import Record, decode, encode
-from torchmn.control.connection import find_free_port
 
 COMPARED = ("python", "torch", "torchmn")
 
@@ -32,13 +31,12 @@ class ProbeHost(Record, frozen=True, kw_only=True):
 class HostFacts:
     """Facts about one host of a job, as found by `torchmn.run.host_checks`.
 
-    ``versions`` are those of the `COMPARED` programs, ``port`` was free a moment ago, ``network``
-    is the one through which the host reaches the other hosts, and ``problem`` is the reason why the
-    command cannot run there (empty if it can).
+    ``versions`` are those of the `COMPARED` programs, ``network`` is the one through which the host
+    reaches the other hosts, and ``problem`` is the reason why the command cannot run there (empty
+    if it can).
     """
 
     versions: dict[str, str]
-    port: int = 0
     network: str = ""
     problem: str = ""
 
@@ -88,7 +86,6 @@ def main() -> None:
     route = None if address is None else route_of(address)
     facts = HostFacts(
         versions=versions(),
-        port=find_free_port(""),
         network=route.network if route else "",
         problem=problem,
     )

@@ -19,9 +19,7 @@ from torchmn.control.processes import python_module, signal_name
 from torchmn.run.elastic.rendezvous_state import Limits
 
 Backend = Literal["gloo", "nccl", "mpi"]
-Launcher = Literal["local", "mpirun", "torchrun", "srun", "ssh"]
-
-WORKER_MODULE = "torchmn.run.agent_main"
+Launcher = Literal["local", "mpirun", "srun", "ssh"]
 
 THIS_HOST = "localhost"
 
@@ -128,7 +126,7 @@ def time_to_save(signum: int, grace_s: float) -> str:
 
 def worker_command(input_path: str = "") -> tuple[str, ...]:
     """Return the command of a rank's agent. One rank's script reads the input at ``input_path``."""
-    return (*python_module(WORKER_MODULE), *filter(None, [input_path]))
+    return (*python_module("torchmn.run.agent_main"), *filter(None, [input_path]))
 
 
 def python_command(target: str, args: Sequence[str] = (), *, is_module: bool = False) -> list[str]:

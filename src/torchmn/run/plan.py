@@ -29,7 +29,7 @@ from torchmn.run.preemption_notice import checked_source
 from torchmn.run.starters.mpirun import problem_between_hosts
 
 _THREADS = "OMP_NUM_THREADS="
-LAUNCHERS = ("auto", "local", "mpirun", "torchrun", "srun", "ssh")
+LAUNCHERS = ("auto", "local", "mpirun", "srun", "ssh")
 
 
 def _option(
@@ -80,7 +80,7 @@ class RunOptions:
         variable="PET_NPROC_PER_NODE",
     )
     launcher: str = _option(
-        "Launcher: auto, local, mpirun, torchrun, srun or ssh; after it arguments for it, as in "
+        "Launcher: auto, local, mpirun, srun or ssh; after it arguments for it, as in "
         "'mpirun --mca pml ^yalla'.",
         values=LAUNCHERS,
         default="auto",
@@ -249,8 +249,8 @@ def plan_job(options: RunOptions, env: Mapping[str, str]) -> tuple[Job, str]:
     launcher = _launcher(wanted if limits is None else "auto", backend, is_remote=is_remote)
     if options.launcher_args and launcher in ("local", "ssh"):
         raise UnsupportedError(
-            f"--launcher {launcher} takes no arguments ({' '.join(options.launcher_args)}); "
-            "mpirun, torchrun and srun do. Put options of the remote shell into TORCHMN_RSH."
+            f"--launcher {launcher} takes no arguments ({' '.join(options.launcher_args)}); mpirun "
+            "and srun do. Put options of the remote shell into TORCHMN_RSH."
         )
     if not is_remote and limits is None:
         # Listed under several of its names, it is still one host, whose ranks share memory.
@@ -399,7 +399,7 @@ def _launcher(wanted: str, backend: Backend, *, is_remote: bool) -> Launcher:
         return "ssh" if is_remote else "local"
     if wanted == "local" and is_remote:
         raise UsageError("--launcher local starts ranks on this host only: use ssh or mpirun.")
-    if backend == "mpi" and wanted in ("local", "ssh", "torchrun"):
+    if backend == "mpi" and wanted in ("local", "ssh"):
         raise UnsupportedError(
             f"--backend mpi needs an MPI launcher, which {wanted} is not: use --launcher mpirun "
             "or srun, or --backend gloo or nccl."

@@ -93,7 +93,7 @@ def script_environment(
     """Return the script's environment, with one thread per core unless the user chose a number.
 
     ``ordered`` comes from the supervisor and applies where the launcher has set nothing; only
-    MASTER_ADDR and MASTER_PORT are always the supervisor's, unless torchrun serves the rendezvous.
+    MASTER_ADDR and MASTER_PORT are always the supervisor's.
     gloo and NCCL use the network interface of ``route``, which is known to reach the other hosts.
     Unless PYTHONHASHSEED is a number it becomes 0, so that sets have the same order on all ranks.
     """
@@ -108,8 +108,7 @@ def script_environment(
         "MKL_NUM_THREADS": threads,
         "PYTHONUNBUFFERED": "1",  # its output is a pipe: lines are to arrive as they are written
     }
-    has_rendezvous = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    left = {SUPERVISOR_VARIABLE, *(() if has_rendezvous else _RENDEZVOUS & ordered.keys())}
+    left = {SUPERVISOR_VARIABLE, *(_RENDEZVOUS & ordered.keys())}
     given = {name: text for name, text in env.items() if name not in left}
     if not given.get("PYTHONHASHSEED", "").isdigit():  # "random", too, is another on each rank
         given["PYTHONHASHSEED"] = "0"

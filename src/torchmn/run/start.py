@@ -20,7 +20,6 @@ from torchmn.cluster.network import Route, route_to
 from torchmn.cluster.units import counted
 from torchmn.control import connection as channels
 from torchmn.control.authenticated_listener import AuthenticatedListener
-from torchmn.control.connection import find_free_port
 from torchmn.control.heartbeat import heartbeat_limit_s
 from torchmn.control.processes import allow_connections
 from torchmn.record.merged_trace import finish_profile
@@ -28,13 +27,12 @@ from torchmn.run.backend import find_mpirun, open_mpi_session
 from torchmn.run.console import RankOutput, open_standard_streams
 from torchmn.run.elastic.job import host_process
 from torchmn.run.elastic.launcher import ElasticLauncher
-from torchmn.run.host_checks import HostFacts
 from torchmn.run.job import Command, Job
 from torchmn.run.monitor.job_result import JOB_FILE, LATEST, run_name
 from torchmn.run.old_logs import remove_old
 from torchmn.run.rank_environment import worker_environment
 from torchmn.run.script_input import input_path, terminal_variables
-from torchmn.run.starters import local, mpirun, remote, srun, torchrun
+from torchmn.run.starters import local, mpirun, remote, srun
 from torchmn.run.supervisor import Supervisor
 
 _log = Log(__name__)
@@ -99,7 +97,7 @@ def _prepared(
         return lambda made: ElasticLauncher(made, limits, output, address, base).run()
     # All that may fail comes before the log folder, which becomes the latest run.
     route = route_between(job)
-    facts = _check_hosts(job, worker_environment(job, env))
+    networks = _check_hosts(job, worker_environment(job, env))
     listener = channels.listen_on(route.address if route else "127.0.0.1")
     authenticated = stack.enter_context(
         closing(AuthenticatedListener(listener, secret=job.secret, role=channels.SUPERVISOR))
@@ -107,7 +105,7 @@ def _prepared(
     base = worker_environment(job, env, supervisor=channels.address_of(listener))
     if job.launcher == "mpirun":
         base |= stack.enter_context(open_mpi_session(env))
-    commands = commands_of(job, base, route=route, facts=facts)
+    commands = commands_of(job, base, route=route, networks=networks)
     variables = terminal_variables(job, env)
     return lambda made: Supervisor(made, output, authenticated, variables).run(commands)
 
@@ -184,13 +182,12 @@ def commands_of(
     env: Mapping[str, str],
     *,
     route: Route | None,
-    facts: Mapping[str, HostFacts] | None = None,
+    networks: tuple[str, ...] = (),
 ) -> list[Command]:
     """Return the commands that start all ranks with the job's launcher. Raises LaunchError.
 
-    ``route`` leads from this host to the others; ``facts`` has the facts of each host by name.
+    ``route`` leads from this host to the others; ``networks`` connect them, else that of the route.
     """
-    first = (facts or {}).get(job.hosts[0].name)
     path_of_input = input_path(job, env)
     if job.launcher == "local":
         return local.commands(job, env, input_path=path_of_input)
@@ -198,13 +195,6 @@ def commands_of(
         return remote.commands(job, env, input_path=path_of_input)
     if job.launcher == "srun":
         return [srun.command(job, env)]
-    if job.launcher == "torchrun":
-        return torchrun.commands(
-            job,
-            env,
-            master_addr=job.hosts[0].name if route else "127.0.0.1",
-            master_port=first.port if first else 0,
-        )
     path = find_mpirun(env)
     if path is None:
         raise LaunchError("No mpirun was found: install torchmn[mpi], or use --backend gloo.")
@@ -219,25 +209,21 @@ def commands_of(
             num_cores=len(available_processors().logical),
             is_root=os.geteuid() == 0,
             route=route,
-            networks=_networks(route, facts or {}) if route else (),
+            networks=networks or ((route.network,) if route else ()),
             input_path=path_of_input,
         )
     ]
 
 
-def _check_hosts(job: Job, env: Mapping[str, str]) -> dict[str, HostFacts]:
-    """Check that the hosts can run the job; return their facts by name. Raises LaunchError."""
-    if job.launcher == "srun":
-        return {}  # agents are checked when they connect
-    if job.has_other_hosts:
-        return remote.check_hosts(job, env)
-    return {job.hosts[0].name: HostFacts(versions={}, port=find_free_port())}
+def _check_hosts(job: Job, env: Mapping[str, str]) -> tuple[str, ...]:
+    """Check that the hosts can run the job; return the networks between them, if they are known.
 
-
-def _networks(route: Route, facts: Mapping[str, HostFacts]) -> tuple[str, ...]:
-    """Return the networks that connect the hosts; if unknown, the network of this host's route."""
-    found = [each.network for each in facts.values() if each.network]
-    return tuple(dict.fromkeys(found)) or (route.network,)
+    Raises LaunchError: they cannot.
+    """
+    if job.launcher == "srun" or not job.has_other_hosts:  # agents are checked when they connect
+        return ()
+    found = [each.network for each in remote.check_hosts(job, env).values() if each.network]
+    return tuple(dict.fromkeys(found))
 
 
 def _what(job: Job) -> str:

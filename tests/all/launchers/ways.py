@@ -107,10 +107,6 @@ def openssh(site: Site) -> str:
             daemon.communicate(timeout=limit(20))
 
 
-def torchrun(site: Site) -> str:
-    return site.torchmn_run("--backend", "gloo", "--launcher", "torchrun")
-
-
 def open_mpi(backend: str) -> Callable[[Site], str]:
     return lambda site: site.torchmn_run("--backend", backend, "--launcher", "mpirun")
 
@@ -196,7 +192,6 @@ WHEEL = str(Path(sys.executable).with_name("mpirun"))
 WAYS = {
     "torchmn run": Way(stand_in_for_ssh),
     "torchmn run, OpenSSH": Way(openssh, no_openssh, min_hosts=2),
-    "torchmn run, torchrun": Way(torchrun),
     "torchmn run, Open MPI, gloo": Way(open_mpi("gloo"), no_wheel),
     "torchmn run, Open MPI": Way(open_mpi("mpi"), no_wheel, "mpi"),
     "torchmn run, MPICH, gloo": Way(mpich("gloo"), no_mpich),

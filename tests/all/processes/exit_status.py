@@ -25,7 +25,7 @@ from tests.netlab import missing_requirement, netlab
 from torchmn.run.backend import find_mpirun, this_machine
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "exit-status.md"
-Launcher = Literal["local", "ssh", "mpirun", "torchrun", "srun", "plain mpirun", "plain torchrun"]
+Launcher = Literal["local", "ssh", "mpirun", "srun", "plain mpirun", "plain torchrun"]
 LAUNCHERS: tuple[Launcher, ...] = get_args(Launcher)
 """The columns of the page."""
 

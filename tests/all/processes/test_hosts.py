@@ -83,7 +83,7 @@ HERE = ["n0", 0, 2, 0, 1, 0, 2, 2.0]
 THERE = ["n1", 1, 2, 0, 1, 1, 2, 2.0]
 
 
-@pytest.mark.parametrize("launcher", ["ssh", "torchrun", "mpirun"])
+@pytest.mark.parametrize("launcher", ["ssh", "mpirun"])
 @pytest.mark.parametrize("backend", ["gloo", "mpi"])
 def test_places(lab: Lab, tmp_path: Path, launcher: str, backend: str) -> None:
     if launcher == "mpirun":
@@ -152,7 +152,7 @@ def rsh_where(lab: Lab, folder: Path, n1: str) -> dict[str, str]:
     return {"TORCHMN_RSH": f"'{path}'", "RSH": str(lab.rsh_agent)}
 
 
-@pytest.mark.parametrize("launcher", ["ssh", "torchrun", "mpirun"])
+@pytest.mark.parametrize("launcher", ["ssh", "mpirun"])
 def test_a_host_that_does_not_answer_is_named(lab: Lab, tmp_path: Path, launcher: str) -> None:
     if launcher == "mpirun":
         need_mpirun()

@@ -60,7 +60,7 @@ def work_network(lab: Lab, tmp_path: Path) -> None:
         set_names(host, tmp_path, n0=lab.hosts[0].address, n1="10.90.0.1", n2="10.90.0.2")
 
 
-@pytest.mark.parametrize("launcher", ["ssh", "torchrun", "mpirun"])
+@pytest.mark.parametrize("launcher", ["ssh", "mpirun"])
 def test_the_network_between_the_hosts_is_used_not_the_launchers(
     lab: Lab, work_network: None, tmp_path: Path, launcher: str
 ) -> None:
@@ -70,9 +70,7 @@ def test_the_network_between_the_hosts_is_used_not_the_launchers(
         options[-1] = "mpi"
     found = ways(lab, tmp_path, *options)
     networks = "10.90.0.0/24" if launcher == "mpirun" else ""
-    # torchrun knows the name of the first host only
-    address = "n1" if launcher == "torchrun" else "10.90.0.1"
-    assert found == [[2.0, interface, address, networks] for interface in ("fast", "quick")]
+    assert found == [[2.0, interface, "10.90.0.1", networks] for interface in ("fast", "quick")]
 
 
 def test_hosts_with_ipv6_alone(lab: Lab, tmp_path: Path) -> None:

@@ -66,13 +66,9 @@ def test_a_rank_that_calls_no_collective(runner: Runner, backend: str) -> None:
     assert f"rank 1 on {HOST} does not continue: its process {script.pid} is stopped by" in summary
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
-def test_a_launcher(runner: Runner, launcher: str) -> None:
-    if launcher == "mpirun":
-        skip_without_mpi()
-    process = begin(
-        runner, "--backend", "mpi" if launcher == "mpirun" else "gloo", "--launcher", launcher
-    )
+def test_a_launcher(runner: Runner) -> None:
+    skip_without_mpi()
+    process = begin(runner, "--backend", "mpi", "--launcher", "mpirun")
     (child,) = [p for p in psutil.Process(process.pid).children() if p.status() != "zombie"]
     child.suspend()
     summary = end_of(process, runner)

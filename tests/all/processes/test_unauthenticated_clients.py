@@ -170,7 +170,7 @@ def lab() -> Iterator[Lab]:
 
 
 @pytest.mark.root
-@pytest.mark.parametrize("launcher", ["ssh", "torchrun", "mpirun"])
+@pytest.mark.parametrize("launcher", ["ssh", "mpirun"])
 def test_between_hosts_ranks_listen_on_the_interface_that_connects_them(
     lab: Lab, tmp_path: Path, launcher: str
 ) -> None:

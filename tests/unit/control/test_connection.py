@@ -160,7 +160,7 @@ ORDER = Round(
     [
         ORDER,
         ProbeHost(cwd="/a\nb", script="\udcff.py"),
-        HostFacts(versions={"torch": "2"}, port=3),
+        HostFacts(versions={"torch": "2"}, network="10.0.0.0/24"),
         Order(rank=1, pid=2, server="a:1", secret="s", grace_s=0.5, descriptor=7),
     ],
 )

@@ -91,7 +91,7 @@ def test_invalid_options(options: dict[str, object], error: type, words: str) ->
     ("options", "words"),
     [
         ({"num_ranks": 3}, "warning: 3 ranks share 2 cores, so that they slow each other down: "),
-        ({"per_node": 3, "launcher": "torchrun"}, "start at most 2 on this host"),
+        ({"per_node": 3, "launcher": "local"}, "start at most 2 on this host"),
         ({"num_ranks": 2}, ""),
         ({"hosts": "localhost:3"}, ""),
         ({"hosts": "a.invalid:3"}, ""),
@@ -108,7 +108,7 @@ def test_more_ranks_than_cores_are_mentioned(
     assert bool(found) == bool(words)
 
 
-@pytest.mark.parametrize("launcher", ["local", "ssh", "torchrun"])
+@pytest.mark.parametrize("launcher", ["local", "ssh"])
 def test_mpi_needs_an_mpi_launcher(launcher: str) -> None:
     with pytest.raises(UnsupportedError, match="needs an MPI launcher|--backend mpi needs"):
         planned(backend="mpi", launcher=launcher)

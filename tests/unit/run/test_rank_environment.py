@@ -28,16 +28,14 @@ def test_settings_of_the_user_are_left_alone(share: CpuAssignment, name: str) ->
     assert [other for other in env if other.startswith("MALLOC_")] in ([], [name])
 
 
-@pytest.mark.parametrize("has_store", [False, True])
 def test_the_launcher_knows_the_rank_and_the_supervisor_the_rendezvous(
-    share: CpuAssignment, has_store: bool
+    share: CpuAssignment,
 ) -> None:
     ordered = {"RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "n0", "MASTER_PORT": "9"}
     given = {"RANK": "1", "LOCAL_RANK": "7", "MASTER_ADDR": "old", "MASTER_PORT": "1"}
-    store = {"TORCHELASTIC_USE_AGENT_STORE": "True"} if has_store else {}
-    env = script_environment({**given, **store}, share, ordered, None)
+    env = script_environment(given, share, ordered, None)
     assert env["LOCAL_RANK"] == "7"
-    assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == (("old", "1") if has_store else ("n0", "9"))
+    assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("n0", "9")
 
 
 def test_torchruns_variables_follow_the_hosts() -> None:

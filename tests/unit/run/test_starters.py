@@ -18,7 +18,7 @@ from torchmn.control.processes import python_module
 from torchmn.errors import LaunchError, UnsupportedError, UsageError
 from torchmn.run.job import Command, Job, worker_command
 from torchmn.run.rank_environment import worker_environment
-from torchmn.run.starters import local, mpirun, remote, srun, torchrun
+from torchmn.run.starters import local, mpirun, remote, srun
 from torchmn.run.starters.remote import PBS_SHELL, QRSH_SHELL, SSH, remote_shell, to_host
 
 ROUTE = Route(address="10.1.0.1", interface="eth1", network="10.1.0.0/24")
@@ -225,27 +225,6 @@ def test_remote_shell(tmp_path: Path) -> None:
     words = to_host(slurm, "a.invalid", "a.module")
     assert words == (*remote_shell(slurm), "a.invalid", *python_module("a.module"))
     assert to_host({}, "localhost", "a.module") == python_module("a.module")
-
-
-def test_torchrun_per_host() -> None:
-    commands = torchrun.commands(
-        on_hosts(launcher="torchrun", launcher_args=("--max-restarts", "2")),
-        {},
-        master_addr="a",
-        master_port=1234,
-    )
-    assert [command.ranks for command in commands] == [range(2), range(2, 3)]
-    for node, (command, count) in enumerate(zip(commands, ("2", "1"), strict=True)):
-        words = order_of(command)[0]["argv"]
-        for option, value in (
-            ("--nnodes", "2"),
-            ("--node-rank", str(node)),
-            ("--nproc-per-node", count),
-            ("--master-addr", "a"),
-            ("--master-port", "1234"),
-            ("--max-restarts", "2"),
-        ):
-            assert words[words.index(option) + 1] == value
 
 
 @pytest.mark.parametrize("major", [4, 5])

@@ -1,1 +1,1 @@
-"""Launchers of the agents of a job: local, remote (ssh), torchrun, mpirun and srun."""
+"""Launchers of the agents of a job: local, remote (ssh), mpirun and srun."""
