@@ -280,7 +280,7 @@ def _sources() -> dict[str, list[str]]:
     """Return the source lines of notebook cells, so that tracebacks of ranks can show them."""
     return {
         name: list(entry[2])
-        for name, entry in linecache.cache.items()
+        for name, entry in list(linecache.cache.items())  # other threads may add to it
         if len(entry) == 4 and not os.path.exists(name)
     }
 

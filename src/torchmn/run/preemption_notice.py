@@ -30,11 +30,11 @@ Notices = Iterator[str]
 
 def _of_file(path: str, limit_s: float) -> Notices:
     while True:
-        if os.path.exists(path):
+        is_there, first = os.path.exists(path), ""
+        with suppress(OSError):  # it is not there, or gone again, or another user's
             first = Path(path).read_text(errors="replace").partition("\n")[0].strip()
-            yield f"the file {path} is there" + (f" ({first})" if first else "")
-        else:
-            yield ""
+        text = f"the file {path} is there" + (f" ({first})" if first else "")
+        yield text if is_there else ""
 
 
 def _of_aws(base: str, limit_s: float) -> Notices:

@@ -3,6 +3,7 @@
 `tests/all/processes/test_notebook.py` does the same from cells of a notebook.
 """
 
+import linecache
 import os
 import pickle
 import signal
@@ -26,7 +27,7 @@ from torchmn.errors import (
     UnsupportedError,
     UsageError,
 )
-from torchmn.run.launch_local import _dumps
+from torchmn.run.launch_local import _dumps, _sources
 
 pytestmark = pytest.mark.processes
 
@@ -231,3 +232,17 @@ def test_a_failure_of_an_earlier_run_is_not_reported_again(
     monkeypatch.setenv("TORCHMN_HEARTBEAT_S", "never")  # the launcher refuses to start
     with pytest.raises(torchmn.errors.LaunchError, match="see the messages above"):
         torchmn.launch_local(os.getpid, 1)
+
+
+def test_another_thread_reads_source_lines_while_they_are_collected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cell = (6, None, ["x = 1\n"], "<cell 1>")
+    monkeypatch.setattr(linecache, "cache", {"<cell 1>": cell, "<cell 2>": cell})
+
+    def exists(name: str) -> bool:
+        linecache.cache[f"<another of {name}>"] = cell
+        return False
+
+    monkeypatch.setattr(os.path, "exists", exists)
+    assert _sources().keys() == {"<cell 1>", "<cell 2>"}

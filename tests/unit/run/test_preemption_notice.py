@@ -144,6 +144,13 @@ def test_a_file_with_its_first_line(tmp_path: Path) -> None:
     assert next(source) == f"the file {path} is there (maintenance at noon)"
 
 
+def test_a_file_that_is_gone_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.path.exists", lambda path: True)
+    assert next(notices(str(tmp_path / "stop"))) == f"the file {tmp_path / 'stop'} is there"
+
+
 def test_what_can_be_no_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnknownNameError, match="aws"):
         notices("oracle=http://169.254.169.254")

@@ -123,7 +123,7 @@ def _read_run(folder: Path, max_nbytes: int, last_steps: int | None) -> Run:
         folder=folder,
         ranks=tuple(reader.read(windows) for reader in readers),
         unreadable=unreadable,
-        modified_s=max(path.stat().st_mtime for paths in files.values() for path in paths),
+        modified_s=max(reader.modified_s for reader in readers),
     )
 
 
@@ -166,11 +166,14 @@ class _RankReader:
         self._paths: list[Path] = []
         self._ranges: list[tuple[int, int] | None] = []
         self.nbytes = 0
+        self.modified_s = 0.0
         for path in paths:
             with suppress(FileNotFoundError):  # of a long run, the oldest is removed meanwhile
                 self._ranges.append(step_range(path))
                 self._paths.append(path)
-                self.nbytes += path.stat().st_size
+                status = path.stat()
+                self.nbytes += status.st_size
+                self.modified_s = max(self.modified_s, status.st_mtime)
         known = [each for each in self._ranges if each is not None]
         self.num_steps = sum(last + 1 - first for first, last in known)
         self.first_step = min((first for first, _ in known), default=0)

@@ -198,7 +198,10 @@ def read_inspector(folder: Path) -> Inspector | None:
 
 
 def _newest() -> Path:
-    found = [path for path in map(Path, open_files(INSPECT_FILE)) if path.exists()]
+    found = []
+    for path in open_files(INSPECT_FILE):
+        with suppress(OSError):  # the job has ended since it was listed
+            found.append((os.stat(path).st_mtime, Path(path).parent))
     if not found:
         raise LaunchError(
             f"No job of yours that can be inspected runs on {socket.gethostname()}. Run torchmn "
@@ -206,7 +209,7 @@ def _newest() -> Path:
             "torchrun started is found on the host of its rank 0, if its script calls "
             "torchmn.run.install_crash_handler()."
         )
-    return max(found, key=lambda path: path.stat().st_mtime).parent
+    return max(found)[1]
 
 
 def _log_folder(run: Path) -> Path:

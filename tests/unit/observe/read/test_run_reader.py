@@ -13,6 +13,7 @@ from tests.unit.recorded_runs import ImitatedRun
 from torchmn.control.codec import encode
 from torchmn.errors import DataError
 from torchmn.observe.read.run_reader import find_records, read_run
+from torchmn.observe.read.seeking import step_range
 from torchmn.record.records import PHASES, RunStart, Step, Value
 
 
@@ -92,6 +93,27 @@ def test_rotated_files_continue_each_other(tmp_path: Path) -> None:
     record = read_run(folder).ranks[0]
     assert record.steps.step.tolist() == whole.steps.step.tolist()
     assert record.num_starts == 1
+
+
+def test_a_file_that_is_removed_while_a_run_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the oldest but the first of a long run, when its rank begins another one."""
+    folder = ImitatedRun(num_ranks=1, num_steps=30).write(tmp_path)
+    lines = records_of(folder).read_bytes().splitlines(keepends=True)
+    records_of(folder).write_bytes(b"".join(lines[:10]))
+    for number, part in enumerate((lines[10:20], lines[20:]), start=1):
+        (folder / "steps" / f"rank0.{number}.jsonl").write_bytes(b"".join([lines[0], *part]))
+
+    def removing(path: Path) -> tuple[int, int] | None:
+        (folder / "steps" / "rank0.1.jsonl").unlink(missing_ok=True)
+        return step_range(path)
+
+    monkeypatch.setattr("torchmn.observe.read.run_reader.step_range", removing)
+    steps = read_run(folder).ranks[0].steps.step.tolist()
+    assert 0 in steps
+    assert 29 in steps
+    assert len(steps) < 30
 
 
 def test_a_process_that_was_started_again_is_read_from_there(tmp_path: Path) -> None:

@@ -29,7 +29,13 @@ from torchmn.control.messages import (
     StatusRequest,
 )
 from torchmn.errors import LaunchError
-from torchmn.run.monitor.inspections import INSPECT_FILE, Inspections, Inspector, inspect
+from torchmn.run.monitor.inspections import (
+    INSPECT_FILE,
+    Inspections,
+    Inspector,
+    _newest,
+    inspect,
+)
 from torchmn.run.monitor.rank_session import RankSession
 
 STACKS = 'MainThread:\n  File "/home/me/train.py", line 17, in main\n    time.sleep(100)'
@@ -265,3 +271,16 @@ def test_the_newest_job_is_the_default(job: Job) -> None:
         job.folder = folder
         other.close()
     assert found.log_dir == str(folder)
+
+
+def test_a_job_that_ends_while_jobs_are_looked_for(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone, here = job.folder / "ended" / INSPECT_FILE, job.folder / INSPECT_FILE
+    listed = "torchmn.run.monitor.inspections.open_files"
+    monkeypatch.setattr(listed, lambda name: [str(gone), str(here)])
+    monkeypatch.setattr(Path, "exists", lambda self: True)  # it was there a moment ago
+    assert _newest() == job.folder
+    monkeypatch.setattr(listed, lambda name: [str(gone)])
+    with pytest.raises(LaunchError, match="No job of yours that can be inspected runs"):
+        _newest()
