@@ -19,9 +19,6 @@ def doctor(
     hostfile: Annotated[
         Path | None, typer.Option(help="File with a line NAME slots=N for each host.")
     ] = None,
-    is_quick: Annotated[
-        bool, typer.Option("--quick", help="Less than a minute for a few hosts (the default).")
-    ] = False,
     is_full: Annotated[
         bool, typer.Option("--full", help="Every pair of hosts, and longer measurements.")
     ] = False,
@@ -58,8 +55,6 @@ def doctor(
     from torchmn.doctor.report import as_text, exit_status
     from torchmn.run.plan import RunOptions, assign_slots
 
-    if is_quick and is_full:
-        raise UsageError("--quick and --full are mutually exclusive: use one of them.")
     if words:
         raise UsageError(f"Unexpected {words[0]!r}: hosts are named with --hosts a,b.")
     given = None if hosts or hostfile else allocation(os.environ)

@@ -97,7 +97,9 @@ def _prepared(
         return lambda made: ElasticLauncher(made, limits, output, address, base).run()
     # All that may fail comes before the log folder, which becomes the latest run.
     route = route_between(job)
-    networks = _check_hosts(job, worker_environment(job, env))
+    networks: tuple[str, ...] = ()
+    if route is not None and job.launcher != "srun":  # whose agents are checked when they connect
+        networks = remote.check_hosts(job, worker_environment(job, env))
     listener = channels.listen_on(route.address if route else "127.0.0.1")
     authenticated = stack.enter_context(
         closing(AuthenticatedListener(listener, secret=job.secret, role=channels.SUPERVISOR))
@@ -213,17 +215,6 @@ def commands_of(
             input_path=path_of_input,
         )
     ]
-
-
-def _check_hosts(job: Job, env: Mapping[str, str]) -> tuple[str, ...]:
-    """Check that the hosts can run the job; return the networks between them, if they are known.
-
-    Raises LaunchError: they cannot.
-    """
-    if job.launcher == "srun" or not job.has_other_hosts:  # agents are checked when they connect
-        return ()
-    found = [each.network for each in remote.check_hosts(job, env).values() if each.network]
-    return tuple(dict.fromkeys(found))
 
 
 def _what(job: Job) -> str:

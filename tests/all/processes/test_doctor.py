@@ -78,7 +78,6 @@ def test_this_machine_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--quick", "--full"), "--quick and --full are mutually exclusive"),
         (("n1",), "Unexpected 'n1': hosts are named with --hosts a,b."),
         (("--expect", "fast"), "The rate 'fast' is not a positive number"),
         (("--hosts", "a,,b"), "--hosts must be a list like a:4,b:2"),

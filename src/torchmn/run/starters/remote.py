@@ -6,7 +6,7 @@ other users of the host could read.
 
 import shlex
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from torchmn.base.errors import LaunchError
@@ -87,26 +87,29 @@ def is_carried(job: Job, name: str) -> bool:
     return name in job.exported or name in _CARRIED_NAMES or name.startswith(_CARRIED)
 
 
-def node_command(
-    job: Job, inter_rank: int, env: Mapping[str, str], commands: Sequence[Command]
-) -> Command:
-    """Return the command of one process that starts these commands on a host of the job.
+def commands(job: Job, env: Mapping[str, str], *, input_path: str = "") -> list[Command]:
+    """Return a remote shell's command for each host, which starts the agents of its ranks.
 
     Their environment there gets the variables that are carried (`is_carried`) or differ from
-    ``env``.
+    ``env``. ``input_path`` is that of a rank on this host.
     """
+    return [_command(job, inter_rank, env, input_path) for inter_rank in range(len(job.hosts))]
+
+
+def _command(job: Job, inter_rank: int, env: Mapping[str, str], input_path: str) -> Command:
     host = job.hosts[inter_rank]
+    path = input_path if is_this_host(host.name) else ""
     order = StartProcesses(
         commands=[
             ProcessOrder(
-                argv=list(command.argv),
+                argv=list(agent.argv),
                 env={
                     name: text
-                    for name, text in command.env.items()
+                    for name, text in agent.env.items()
                     if is_carried(job, name) or env.get(name) != text
                 },
             )
-            for command in commands
+            for agent in local.commands(job, env, inter_rank, input_path=path)
         ]
     )
     return Command(
@@ -118,22 +121,8 @@ def node_command(
     )
 
 
-def commands(job: Job, env: Mapping[str, str], *, input_path: str = "") -> list[Command]:
-    """Return a remote shell's command for each host, which starts the agents of its ranks.
-
-    ``input_path`` is that of a rank on this host.
-    """
-    paths = [input_path if is_this_host(host.name) else "" for host in job.hosts]
-    return [
-        node_command(
-            job, inter_rank, env, local.commands(job, env, inter_rank, input_path=paths[inter_rank])
-        )
-        for inter_rank in range(len(job.hosts))
-    ]
-
-
-def check_hosts(job: Job, env: Mapping[str, str]) -> dict[str, HostFacts]:
-    """Check all hosts of the job in parallel.
+def check_hosts(job: Job, env: Mapping[str, str]) -> tuple[str, ...]:
+    """Check all hosts of the job in parallel; return the networks that connect them, if known.
 
     Raises LaunchError with the name of every host that does not answer within seconds, that does
     not have the script, or whose versions differ.
@@ -159,7 +148,7 @@ def check_hosts(job: Job, env: Mapping[str, str]) -> dict[str, HostFacts]:
     differing = differences({name: found.versions for name, found in facts.items()})
     if differing:
         raise LaunchError(f"Hosts differ: {differing}. Install the same on all of them.")
-    return facts
+    return tuple(dict.fromkeys(each.network for each in facts.values() if each.network))
 
 
 def _check_host(job: Job, host: str, env: Mapping[str, str]) -> HostFacts | str:
