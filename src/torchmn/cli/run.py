@@ -6,8 +6,9 @@ import os
 from typing import Annotated, Any
 
 import typer
+from typer.completion import show_callback
 
-from torchmn.base.log import LOG_VARIABLE, use_level
+from torchmn.base.log import LOG_VARIABLE, Log, use_level
 from torchmn.base.terminal import say
 from torchmn.cli.options import Args, Script, add_options, given
 from torchmn.cluster.environment_variables import split_words
@@ -42,6 +43,16 @@ def run(
             show_envvar=False,
         ),
     ] = False,
+    _completion: Annotated[
+        str | None,
+        typer.Option(
+            "--print-completion",
+            hidden=True,
+            is_eager=True,  # it needs no SCRIPT
+            expose_value=False,
+            callback=show_callback,
+        ),
+    ] = None,
     **options: Any,
 ) -> None:
     """Run SCRIPT on N ranks, on this host or on many.
@@ -49,8 +60,7 @@ def run(
     In a job of PBS, Slurm or Grid Engine its hosts are used. Started by mpirun, srun or torchrun,
     this command becomes the rank that they started. Output lines are printed with their rank, as
     in "[0] ...", and written to a log file per rank. When a rank fails, all others are terminated,
-    and this command exits with the exit code of that rank. torchrun's options for hosts and ranks
-    are accepted.
+    and this command exits with the exit code of that rank. The options of torchrun are accepted.
     """
     from torchmn.cluster.network import is_this_host
     from torchmn.run.elastic.join import join_job
@@ -61,7 +71,7 @@ def run(
         options["exported"] = [*(options["exported"] or ()), f"{LOG_VARIABLE}=warning"]
     launcher, *launcher_args = split_words(options.pop("launcher"), source="--launcher") or ("",)
     has_python = not options.pop("no_python")
-    chosen = translate(given(options), os.environ)
+    chosen, notes = translate(given(options), os.environ)
     request = RunOptions(
         argv=tuple(
             python_command(target, args or [], is_module=is_module)
@@ -75,6 +85,8 @@ def run(
     )
     env = request.environment(os.environ)
     use_level(env.get(LOG_VARIABLE, ""))
+    for note in notes:
+        Log(__name__).info("%s", note)
     misplaced = next((word for word in args or () if word in ("-n", "-np")), "")
     if misplaced and request.num_ranks is None:
         say(

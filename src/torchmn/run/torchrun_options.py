@@ -1,6 +1,8 @@
-"""The options of torchrun that say which ranks run where, and what they mean for `torchmn run`.
+"""The options of torchrun, and what each of them means for `torchmn run`.
 
-As for torchrun, the variable ``PET_<NAME>`` replaces an option that is not given.
+Every option of torchrun is accepted: it becomes an option of torchmn, has no effect because torchmn
+does the same by itself, or is refused with what to use instead. As for torchrun, the variable
+``PET_<NAME>`` replaces an option that is not given.
 """
 
 import re
@@ -42,25 +44,74 @@ class TorchrunOptions:
     rdzv_id: str | None = _option("--rdzv-id")
     rdzv_conf: str | None = _option("--rdzv-conf")
     no_python: bool | None = _option("--no-python")
+    redirects: str | None = _option("-r", "--redirects")
+    tee: str | None = _option("-t", "--tee")
     local_ranks_filter: str | None = _option("--local-ranks-filter")
+    run_path: bool | None = _option("--run-path")
+    role: str | None = _option("--role")
+    monitor_interval: float | None = _option("--monitor-interval")
+    start_method: str | None = _option("--start-method")
+    event_log_handler: str | None = _option("--event-log-handler")
+    local_addr: str | None = _option("--local-addr")
+    numa_binding: str | None = _option("--numa-binding")
+    signals_to_handle: str | None = _option("--signals-to-handle")
+    logs_specs: str | None = _option("--logs-specs")
+    virtual_local_rank: bool | None = _option("--virtual-local-rank")
+    log_line_prefix_template: str | None = _option("--log-line-prefix-template")
+    duplicate_stdout_filters: str | None = _option("--duplicate-stdout-filters")
+    duplicate_stderr_filters: str | None = _option("--duplicate-stderr-filters")
 
 
-def translate(options: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, Any]:
-    """Return the options of `RunOptions` for options of both.
+_WITHOUT_EFFECT = {
+    "redirects": "all output is in files and shown, that of --local-ranks-filter if it is given",
+    "role": "all ranks have the same role",
+    "monitor_interval": "the end of a rank is noticed at once",
+    "start_method": "every rank is a new process",
+    "event_log_handler": "the record of a run has its events, see `torchmn report`",
+    "local_addr": "a host uses its address towards the others, or that of GLOO_SOCKET_IFNAME",
+    "numa_binding": "each rank is bound to the cores next to its GPU",
+    "log_line_prefix_template": "lines begin with their rank in brackets",
+    "signals_to_handle": "SIGTERM, SIGUSR1 and SIGUSR2 are passed on to the scripts",
+}
+_IN_FILES = "the output of every rank is in its own file in --log-dir: search it there"
+_REFUSED = {
+    "logs_specs": "the output of every rank is shown and kept in --log-dir",
+    "virtual_local_rank": "LOCAL_RANK counts the ranks of a host: use comm.device",
+    "duplicate_stdout_filters": _IN_FILES,
+    "duplicate_stderr_filters": _IN_FILES,
+}
+
+
+def translate(
+    options: Mapping[str, Any], env: Mapping[str, str]
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the options of `RunOptions` for options of both, and notes on those without effect.
 
     Raises UsageError: a value has another form, or options contradict each other. Raises
-    UnsupportedError: the backend of a rendezvous has no equivalent.
+    UnsupportedError: an option has no equivalent.
 
-    >>> translate({"nnodes": "2", "node_rank": 1, "master_addr": "10.0.0.1"}, {})["elastic"]
+    >>> translate({"nnodes": "2", "node_rank": 1, "master_addr": "10.0.0.1"}, {})[0]["elastic"]
     '2:2'
     """
     own = {each.name for each in fields(TorchrunOptions)}
     given = TorchrunOptions(**{k: v for k, v in options.items() if k in own})
     chosen = {k: v for k, v in options.items() if k not in own}
+    for name, cure in _REFUSED.items():
+        if getattr(given, name):
+            raise UnsupportedError(f"{_flag(name)} has no equivalent: {cure}.")
+    notes = tuple(
+        f"{_flag(name)} has no effect: {why}."
+        for name, why in _WITHOUT_EFFECT.items()
+        if getattr(given, name) is not None
+    )
     chosen |= dict(_counts(chosen, env))
     if given.local_ranks_filter:
         chosen["shown"] = _local_ranks(given.local_ranks_filter)
-    return {**chosen, **_hosts(given, chosen)}
+    return {**chosen, **_hosts(given, chosen)}, notes
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _counts(chosen: Mapping[str, Any], env: Mapping[str, str]) -> Iterator[tuple[str, int | None]]:

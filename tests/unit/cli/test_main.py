@@ -62,6 +62,14 @@ def test_a_working_directory_that_was_removed(
 
 
 @pytest.mark.processes
+def test_torchrun_s_completion_needs_no_script() -> None:
+    own = run("-m", "torchmn", "--show-completion", "bash")
+    asked = run("-m", "torchmn", "run", "--print-completion", "bash")
+    assert (asked.returncode, asked.stdout, asked.stderr) == (0, own.stdout, "")
+    assert "complete" in own.stdout
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("words", "values"),
     [

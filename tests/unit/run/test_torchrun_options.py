@@ -1,4 +1,4 @@
-"""What torchrun's options mean, and which of them are not accepted."""
+"""What torchrun's options mean, and that all of them are known."""
 
 from __future__ import annotations
 
@@ -11,32 +11,23 @@ from torchmn.errors import UnsupportedError, UsageError
 from torchmn.run.torchrun_options import translate
 
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
-# They do not say which ranks run where: docs/reference/command.md tells what there is instead.
-NOT_ACCEPTED = {
-    *("--tee", "-t", "--redirects", "-r", "--run-path", "--role", "--monitor-interval"),
-    *("--start-method", "--event-log-handler", "--local-addr", "--numa-binding"),
-    *("--signals-to-handle", "--logs-specs", "--virtual-local-rank", "--print-completion"),
-    *("--log-line-prefix-template", "--duplicate-stdout-filters", "--duplicate-stderr-filters"),
-}
 
 
 def translated(env: dict[str, str] | None = None, **options: object) -> dict[str, object]:
-    return translate(options, NO_GPU if env is None else env)
+    return translate(options, NO_GPU if env is None else env)[0]
 
 
 def own_parameters() -> list[object]:
     return typer.main.get_command(app).commands["run"].params  # type: ignore[attr-defined]
 
 
-def test_every_other_option_of_the_installed_torchrun_is_accepted() -> None:
+def test_every_option_of_the_installed_torchrun_is_known() -> None:
     ours = {flag: each for each in own_parameters() for flag in each.opts}  # type: ignore[attr-defined]
     for action in get_args_parser()._actions:
-        for spelling in action.option_strings:
-            flag = spelling.replace("_", "-") if spelling.startswith("--") else spelling
-            if flag in NOT_ACCEPTED:
-                assert flag not in ours
-            elif flag not in ("-h", "--help"):
-                assert bool(ours[flag].is_flag) == (action.nargs == 0), flag
+        for flag in action.option_strings:
+            if flag not in ("-h", "--help"):
+                own = ours[flag.replace("_", "-") if flag.startswith("--") else flag]
+                assert bool(own.is_flag) == (action.nargs == 0), flag
 
 
 def test_variables_of_torchrun_replace_its_options() -> None:
@@ -44,8 +35,7 @@ def test_variables_of_torchrun_replace_its_options() -> None:
     for action in get_args_parser()._actions:
         if type(action).__name__ in ("env", "check_env") and action.option_strings:
             longest = action.option_strings[-1].replace("_", "-")
-            if longest not in NOT_ACCEPTED:
-                assert ours[longest].envvar == f"PET_{action.dest.upper()}"
+            assert ours[longest].envvar == f"PET_{action.dest.upper()}"
 
 
 @pytest.mark.parametrize(
@@ -58,7 +48,7 @@ def test_variables_of_torchrun_replace_its_options() -> None:
         ({"nnodes": "2", "hosts": "a,b"}, {"num_nodes": 2, "hosts": "a,b"}),
         ({"nnodes": "1:4"}, {"elastic": "1:4"}),
         ({"nnodes": "1:4", "rdzv_conf": "join_timeout=7"}, {"elastic": "1:4:7"}),
-        ({"rdzv_id": "x", "rdzv_conf": "read_timeout=3"}, {}),
+        ({"tee": "3", "run_path": True, "rdzv_id": "x"}, {}),
         (
             {"nnodes": "2", "node_rank": 1, "master_addr": "a", "master_port": 29501},
             {
@@ -119,9 +109,23 @@ def test_invalid_values(options: dict[str, object], words: str) -> None:
         translated(**options)
 
 
-def test_a_backend_without_equivalent_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="--rdzv-backend etcd is not supported"):
-        translated(rdzv_backend="etcd")
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"rdzv_backend": "etcd"}, "--rdzv-backend etcd is not supported"),
+        ({"virtual_local_rank": True}, "use comm.device"),
+        ({"duplicate_stdout_filters": "loss"}, "in its own file"),
+    ],
+)
+def test_what_has_no_equivalent_is_refused(options: dict[str, object], words: str) -> None:
+    with pytest.raises(UnsupportedError, match=words):
+        translated(**options)
+
+
+def test_what_has_no_effect_is_said() -> None:
+    _, notes = translate({"role": "trainer", "rdzv_conf": "read_timeout=3"}, NO_GPU)
+    assert notes == ("--role has no effect: all ranks have the same role.",)
+    assert translate({"nnodes": "1", "master_port": 29501, "tee": "3"}, NO_GPU)[1] == ()
 
 
 def test_devices_of_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,4 +140,4 @@ def test_devices_of_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_output_that_is_not_shown() -> None:
     assert translated(local_ranks_filter="0,2") == {"shown": {0, 2}}
-    assert "shown" not in translated(local_ranks_filter="")
+    assert "shown" not in translated(local_ranks_filter="", redirects="3")
