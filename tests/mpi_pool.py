@@ -18,7 +18,7 @@ from torchmn.cluster import Topology
 from torchmn.errors import LaunchError, TorchmnError
 from torchmn.run.backend import SESSION_VARIABLE, find_mpirun
 
-_START_S = 60.0
+_START_S = limit(60.0)
 
 
 class MpiPool:
