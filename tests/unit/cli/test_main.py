@@ -106,7 +106,6 @@ def test_completed_names_are_the_registered_ones() -> None:
     [
         (("-n", "2", "python3", "x.py", "-a b"), "torchmn run x.py '-a b'"),
         (("bash", "x.sh"), "Name a Python script, not a command"),
-        (("--role", "x", __file__), "No such option: --role"),
         (("--launcher", "mpirun 'a", __file__), "--launcher cannot be split into words"),
         (("--launcher", "ssh -x", "--backend", "gloo", __file__), "takes no arguments (-x)"),
     ],
@@ -172,7 +171,7 @@ HEAVY = ("torch", "numpy", "mpi4py.MPI", "pytorch_pfn_extras")
     ("words", "variables"),
     [
         ("-n 2", {}),
-        ("--nproc_per_node=2 --nnodes=1 --node_rank=0 --master_port=29501", {}),
+        ("--nproc_per_node=2 --nnodes=1 --node_rank=0 --master_port=29501 -t 3 --role x", {}),
         ("--standalone --nproc-per-node 2 --rdzv-backend c10d --rdzv_endpoint localhost:0", {}),
         ("--per_node 2", {}),
         ("", {"PET_NPROC_PER_NODE": "2", "PET_STANDALONE": "1"}),
@@ -187,6 +186,7 @@ def test_words_of_torchrun(tmp_path: Path, words: str, variables: dict[str, str]
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(" WORLD_SIZE=2 ") == 2
     assert done.stdout.splitlines()[-1].endswith("a_script.py --its_own --nnodes=7")
+    assert ("--role has no effect" in done.stderr) == ("--role" in words)
 
 
 @pytest.mark.processes
