@@ -11,7 +11,6 @@ from torchmn.train.large_batch.ghost_batch_norm import (
 from torchmn.train.large_batch.global_batch import GlobalBatch
 from torchmn.train.large_batch.lamb import LAMB
 from torchmn.train.large_batch.lars import LARS
-from torchmn.train.large_batch.noise_scale import GradientNoiseScale
 from torchmn.train.large_batch.schedules import (
     BatchSchedule,
     Cosine,
@@ -35,7 +34,6 @@ __all__ = [
     "GhostBatchNorm2d",
     "GhostBatchNorm3d",
     "GlobalBatch",
-    "GradientNoiseScale",
     "GradualWarmup",
     "LinearScaling",
     "MultiStep",
