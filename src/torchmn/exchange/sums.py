@@ -241,6 +241,12 @@ class Sums:
         return self._weights.total
 
     @property
+    def num_samples(self) -> float:
+        """Samples of all ranks, where they are counted; waits for the footer."""
+        self.read()
+        return self._weights.num_samples
+
+    @property
     def num_active(self) -> int:
         """Number of ranks that contributed data of their own; waits for the footer."""
         self.read()
