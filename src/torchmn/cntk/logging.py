@@ -286,24 +286,19 @@ class TensorBoardProgressWriter(ProgressWriter):
         if not rank:
             module = require("torch.utils.tensorboard", "TensorBoardProgressWriter", "tensorboard")
             self._writer = module.SummaryWriter(str(log_dir))
-        self._is_closed = False
 
     def write_value(self, name: str, value: float, step: int) -> None:
-        """Write a value. Raises UsageError: this writer was closed."""
-        self._raise_if_closed()
+        """Write a value."""
         if self._writer is not None:
             self._writer.add_scalar(name, float(value), int(step))
 
     def flush(self) -> None:
-        """Write what is in memory. Raises UsageError: this writer was closed."""
-        self._raise_if_closed()
+        """Write what is in memory."""
         if self._writer is not None:
             self._writer.flush()
 
     def close(self) -> None:
-        """Write what is in memory and close the file. Raises UsageError: it was closed before."""
-        self.flush()
-        self._is_closed = True
+        """Write what is in memory and close the file."""
         if self._writer is not None:
             self._writer.close()
 
@@ -341,7 +336,3 @@ class TensorBoardProgressWriter(ProgressWriter):
         step = self.total_training_updates()
         kind, step = ("minibatch", step) if step else ("summary", summaries)
         self.write_value(f"{kind}/test_avg_metric", mean(aggregate_metric, samples), step)
-
-    def _raise_if_closed(self) -> None:
-        if self._is_closed:
-            raise UsageError("This TensorBoardProgressWriter was closed.")

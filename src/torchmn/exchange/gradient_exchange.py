@@ -26,7 +26,6 @@ from torchmn.exchange.finiteness import (
     NonfiniteLog,
 )
 from torchmn.exchange.gradient_memory import GradientMemory, GradientState, gradient_state
-from torchmn.exchange.gradient_norms import NormListener
 from torchmn.exchange.means import Means
 from torchmn.exchange.options import GradientOptions
 from torchmn.exchange.packing import Packing
@@ -87,7 +86,6 @@ class GradientExchange:
         self.memory = GradientMemory()
         """The memory of the means that are copied into ``p.grad``."""
         self.nonfinite = NonfiniteLog()
-        self.norm_listener: NormListener | None = None
         self.are_late_on_some = False
         """Whether some ranks, but not all, made the last exchange in `step`; see
         `share_with_late_ranks`."""
@@ -229,9 +227,7 @@ class GradientExchange:
         self.nonfinite.current = None  # no step has applied these means
         if self._own_gradients:
             self._own_gradients = {}  # of a pass that raised
-        listener = self.norm_listener
-        is_measured = listener is not None and listener.wants(step)
-        self.packing = Packing(self.filling, context, self.scale, is_measured=is_measured)
+        self.packing = Packing(self.filling, context, self.scale)
 
     def start(self) -> Sums:
         """Hand over the remaining buckets, and return the sums under way. *Collective.*
@@ -315,7 +311,7 @@ class GradientExchange:
         On a GPU the host does not wait: `settle` later examines the footer of these sums.
         """
         is_current = len(self.sets) == 1 and sums.buckets is self.filling  # summed in this pass
-        defers = is_current and sums.buckets.is_deferred and not sums.is_measured
+        defers = is_current and sums.buckets.is_deferred
         means = Means(sums)
         means.assign(self.memory, as_view=self.as_view, is_current=is_current, is_on_device=defers)
         footer = sums.footer
@@ -348,10 +344,6 @@ class GradientExchange:
         self._num_active, self._num_samples = weights.num_active, weights.num_samples
         self._note_late_ranks(sums)
         self.adopt_scale(sums)
-        if sums.is_measured and self.norm_listener is not None:
-            norms = Means(sums).norms()
-            if norms is not None:
-                self.norm_listener.measured(norms)
         return self.record_nonfinite(sums)
 
     # ---- what the host learns later than the device ----

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from torchmn.comm.local_tensors import division_of
-from torchmn.exchange.agreements.facts import MeasuredNorms, Presence
+from torchmn.exchange.agreements.facts import Presence
 from torchmn.exchange.buckets import Slot
 from torchmn.exchange.gradient_memory import GradientMemory
-from torchmn.exchange.gradient_norms import GradientNorms, squared_norms, total_of
 from torchmn.exchange.sums import Sums
 
 
@@ -100,24 +99,6 @@ class Means:
             if division_of(slot.parameter) is not None and grad is not None:
                 grad[(0,) * grad.dim()].fill_(float("inf"))
                 return
-
-    def norms(self) -> GradientNorms | None:
-        """Norms of the ranks' own gradients and of the means; None if not measured."""
-        sums, footer = self._sums, self._footer
-        total = sums.total_weight
-        if not sums.is_measured or not total:
-            return None
-        own_square, own_noise, mean_noise = footer.get(MeasuredNorms).sums
-        slots = [slot for slot in self._buckets.slots if slot.end > slot.start]
-        squares = [squared_norms(slot.values) for slot in slots]
-        return GradientNorms(
-            step=sums.context.step,
-            num_samples=sums.num_samples,
-            own_square=own_square / total,
-            mean_square=total_of(squares, footer.values.device).item(),
-            own_noise=own_noise / total,
-            mean_noise=mean_noise / total**2,
-        )
 
     def copies(self) -> dict[str, Tensor | None]:
         """Return copies of the means by name, to be saved; None where no rank had a gradient."""

@@ -11,12 +11,10 @@ from torch import Tensor
 from torchmn.base import events
 from torchmn.base.errors import UnsupportedError
 from torchmn.exchange.agreements.base import PassContext
-from torchmn.exchange.agreements.facts import MeasuredNorms
 from torchmn.exchange.agreements.weights import WeightAgreement
 from torchmn.exchange.bucket_set import BucketSet
 from torchmn.exchange.buckets import Bucket, Slot
 from torchmn.exchange.finiteness import sum_of
-from torchmn.exchange.gradient_norms import squared_norms
 from torchmn.exchange.sums import Sums
 
 
@@ -37,23 +35,14 @@ class Packing:
         scale: the `weight_scale`, the same on all ranks; None to agree on one, for which
             `await_scale` waits. A codec with residuals, or a scale of None, has the ranks' weights
             summed before the buckets.
-        is_measured: whether the norms of gradients will be asked for.
     """
 
-    def __init__(
-        self,
-        buckets: BucketSet,
-        context: PassContext,
-        scale: float | None,
-        *,
-        is_measured: bool = False,
-    ) -> None:
+    def __init__(self, buckets: BucketSet, context: PassContext, scale: float | None) -> None:
         self.buckets, self.context = buckets, context
         self._comm, self._finiteness = buckets.comm, buckets.finiteness
         self.is_accumulating = False
         """Whether a gradient was added to the mean of an earlier exchange."""
         self._own_factor = 0.0
-        self._own_squares: list[Tensor] | None = [] if is_measured else None
         self._is_on_gpu, self._is_on_device = buckets.is_on_gpu, buckets.is_deferred
         self._streams = buckets.streams
         buckets.restart()
@@ -141,10 +130,6 @@ class Packing:
             for run in bucket.runs:
                 bucket.totals.append(sum_of(run))
         self._finiteness.check(bucket)
-        if self._own_squares is not None:
-            for slot in bucket.slots:
-                if slot.has_gradient and slot.end > slot.start:
-                    self._own_squares.append(squared_norms(slot.values))
         for observer in events.observers:
             observer.exchange(self.buckets.comm, bucket, bucket.index, "ready")
         if self._is_on_device:
@@ -203,11 +188,6 @@ class Packing:
         buckets = self.buckets
         if not buckets.buckets:
             return
-        if self._own_squares is not None:
-            norms = buckets.footer.get(MeasuredNorms)
-            is_own = not self.is_accumulating
-            norms.measure(self._own_squares, self._own_factor, is_own=is_own)
-            self.sums.is_measured = True
         are_all_present = self.context.is_active
         for slot in buckets.slots:
             are_all_present &= slot.has_gradient

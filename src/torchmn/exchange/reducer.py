@@ -23,7 +23,7 @@ from torchmn.comm import Communicator
 from torchmn.comm.codecs import Codec
 from torchmn.exchange.agreements.base import Agreement, PassContext
 from torchmn.exchange.agreements.counts import NumExchanges, NumSteps
-from torchmn.exchange.agreements.facts import LateRanks, MeasuredNorms
+from torchmn.exchange.agreements.facts import LateRanks
 from torchmn.exchange.agreements.received_batches import ReceivedBatches
 from torchmn.exchange.agreements.replica_checksum import ReplicaChecksum
 from torchmn.exchange.agreements.together import GivenUp, LoadedState, OtherLayout, Together
@@ -364,7 +364,6 @@ class GradientReducer:
             ),
             self._num_exchanges,
             LateRanks(),
-            MeasuredNorms(),
         ]
 
     def _end_backward(self) -> None:

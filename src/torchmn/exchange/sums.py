@@ -39,8 +39,6 @@ class Sums:
         """The `weight_scale` that suits the weights of this exchange."""
         self.sparse_means: dict[nn.Parameter, Tensor | None] = {}
         """Means of sparse gradients, which are in no bucket."""
-        self.is_measured = False
-        """Whether the norms of gradients will be asked for."""
         self.are_all_present = False
         """Whether this rank has a gradient for every slot, so that every slot has a mean."""
         self._weights = self.footer.weights

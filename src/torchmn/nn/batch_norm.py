@@ -14,7 +14,7 @@ torch's SyncBatchNorm needs GPUs, rounds m_r to float32 and fails for an empty b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
@@ -133,6 +133,7 @@ class MultiNodeBatchNorm3d(_MultiNode, nn.BatchNorm3d):
     """
 
 
+Model = TypeVar("Model", bound=nn.Module)
 _OF_TORCH: dict[type[nn.Module], type[_MultiNode]] = {
     nn.BatchNorm1d: MultiNodeBatchNorm1d,
     nn.BatchNorm2d: MultiNodeBatchNorm2d,
@@ -166,8 +167,20 @@ def convert_batch_norm(
         'MultiNodeBatchNorm1d'
     """
     raise_if_unknown("loss_weight", loss_weight, get_args(LossWeight))
-    for layer in convert_layers(model, _MultiNode, _OF_TORCH):
-        _join_ranks(layer, comm, loss_weight)
+    found: list[nn.Module] = []
+    for name, module in model.named_modules():
+        # Only exact classes change: what a lazy layer or another subclass adds would be lost.
+        if type(module) in _OF_TORCH or isinstance(module, _MultiNode):
+            found.append(module)
+        elif isinstance(module, BatchNorm):
+            raise UnsupportedError(
+                f"'{name or 'the model'}' is a {type(module).__name__}, not exactly an "
+                "nn.BatchNorm1d, 2d or 3d, and cannot be converted. Replace it by one of these: "
+                "run a lazy one once, and parametrize after converting."
+            )
+    for module in found:
+        module.__class__ = _OF_TORCH.get(type(module), type(module))
+        _join_ranks(module, comm, loss_weight)
     return model
 
 
@@ -198,7 +211,19 @@ def revert_batch_norm(model: Model) -> Model:
         >>> type(torchmn.nn.revert_batch_norm(layer)).__name__
         'BatchNorm1d'
     """
-    for layer in revert_layers(model, _MultiNode, _OF_TORCH):
+    to_torch: dict[type[nn.Module], type[nn.Module]] = {own: t for t, own in _OF_TORCH.items()}
+    layers: list[tuple[str, Any]] = [
+        (name, layer) for name, layer in model.named_modules() if isinstance(layer, _MultiNode)
+    ]
+    for name, layer in layers:
+        if type(layer) not in to_torch:
+            raise UnsupportedError(
+                f"'{name or 'the model'}' is a {type(layer).__name__}, not exactly a "
+                "MultiNodeBatchNorm1d, 2d or 3d, and cannot be reverted. Remove its "
+                "parametrizations, or load its state into a layer of torch."
+            )
+    for _, layer in layers:
+        layer.__class__ = to_torch[type(layer)]
         del layer._ranks, layer.loss_weight, layer._number
     return model
 
@@ -389,54 +414,3 @@ def _memory_format(x: Tensor) -> torch.memory_format:
 
 def _contiguous(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=_memory_format(x))
-
-
-# Batch normalization of a model that changes its class in place, to another one and back.
-#
-# The layers stay the same objects. Only exact classes change: what a lazy layer, a parametrized one
-# or another subclass adds would be lost.
-
-Model = TypeVar("Model", bound=nn.Module)
-OfTorch = Mapping[type[nn.Module], type[nn.Module]]
-"""The class that each of `nn.BatchNorm1d`, 2d and 3d changes to."""
-
-
-def convert_layers(model: nn.Module, base: type[nn.Module], of_torch: OfTorch) -> list[Any]:
-    """Change the layers of torch. Returns all layers of a class derived from ``base``.
-
-    Raises UnsupportedError, before anything is changed: the model has batch normalization of
-    another class.
-    """
-    found: list[nn.Module] = []
-    for name, module in model.named_modules():
-        if type(module) in of_torch or isinstance(module, base):
-            found.append(module)
-        elif isinstance(module, BatchNorm):
-            raise UnsupportedError(
-                f"'{name or 'the model'}' is a {type(module).__name__}, not exactly an "
-                "nn.BatchNorm1d, 2d or 3d, and cannot be converted. Replace it by one of these: "
-                "run a lazy one once, revert a multi-node or ghost one (revert_batch_norm, "
-                "revert_ghost_batch_norm), and parametrize after converting."
-            )
-    for module in found:
-        module.__class__ = of_torch.get(type(module), type(module))
-    return found
-
-
-def revert_layers(model: nn.Module, base: type[nn.Module], of_torch: OfTorch) -> list[Any]:
-    """Change all layers of a class derived from ``base`` to those of torch. Returns them.
-
-    Raises UnsupportedError, before anything is changed: a layer is of a subclass.
-    """
-    to_torch = {own: torch_class for torch_class, own in of_torch.items()}
-    found = [(name, module) for name, module in model.named_modules() if isinstance(module, base)]
-    for name, module in found:
-        if type(module) not in to_torch:
-            raise UnsupportedError(
-                f"'{name or 'the model'}' is a {type(module).__name__}, not exactly a "
-                f"{of_torch[nn.BatchNorm1d].__name__}, 2d or 3d, and cannot be reverted. Remove "
-                "its parametrizations, or load its state into a layer of torch."
-            )
-    for _, module in found:
-        module.__class__ = to_torch[type(module)]
-    return [module for _, module in found]

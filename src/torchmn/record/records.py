@@ -47,9 +47,6 @@ without ``encode`` and ``decode`` where that thread does them, ``other`` is the 
 """
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
-NOISE_SCALE = "gradient_noise_scale"
-"""The name of the `Value` in which `GradientNoiseScale` reports samples."""
-
 
 class RunStart(Record, frozen=True, kw_only=True):
     """The first line of a rank. ``unix_s`` and ``at_s`` are the same moment on two clocks.

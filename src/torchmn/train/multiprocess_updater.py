@@ -35,7 +35,6 @@ from torchmn.base.errors import (
     UsageError,
 )
 from torchmn.base.torch_private import TCPStore
-from torchmn.cluster import Topology
 from torchmn.cluster.cpus import assign_cpus, available_processors
 from torchmn.comm.transports.join import serve_store
 from torchmn.exchange.optimizer import MultiNodeOptimizer
@@ -196,8 +195,7 @@ class MultiprocessParallelUpdater(StandardUpdater):
         random_states = dict(self._random_states)
         if self._replica is not None:
             self._replica.control.bcast_obj("state", MAIN)
-            own: Any = None
-            gathered = self._replica.control.gather_obj(own, MAIN) or []
+            gathered: list[Any] = self._replica.control.gather_obj(None, MAIN) or []
             for rank in range(1, len(gathered)):
                 states[rank], random_states[rank] = gathered[rank]
         return {"iteration": self.iteration, "sources": states, "random_states": random_states}
@@ -205,15 +203,16 @@ class MultiprocessParallelUpdater(StandardUpdater):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state, to resume with the very next batches.
 
-        On another number of devices the number of samples done in the epoch is kept, but not which
-        ones they are. Raises UsageError: an iterator cannot be resharded.
+        Raises UsageError: it was saved with another number of devices.
         """
         states = state["sources"]
-        is_same = len(states) == len(self._sources)
-        if not is_same:
-            states = self._resharded(states)
+        if len(states) != len(self._sources):
+            raise UsageError(
+                f"The state was saved with {len(states)} devices, and there are "
+                f"{len(self._sources)} now. Use as many devices as before."
+            )
         self.iteration = int(state["iteration"])
-        self._random_states = dict(state.get("random_states", {})) if is_same else {}
+        self._random_states = dict(state["random_states"])
         for source, saved in zip(self._sources, states, strict=True):
             source.load_state_dict(saved)
         if self._replica is not None:
@@ -235,13 +234,16 @@ class MultiprocessParallelUpdater(StandardUpdater):
 
     def _pickled(self, rank: int) -> bytes:
         """Model, loss function and iterator, with all tensors on the CPU."""
-        parts = {"model": self.model, "loss_func": self.loss_func, "iterator": self._sources[rank]}
         try:
             # `cpu()` moves a model in place. Copied together, for the function may hold the model.
             model, loss_func = copy.deepcopy((self.model, self.loss_func))
-            return pickle.dumps((model.cpu(), loss_func, parts["iterator"]))
+            return pickle.dumps((model.cpu(), loss_func, self._sources[rank]))
         except Exception as error:
-            raise UsageError(_pickle_problem(parts, error)) from error
+            raise UsageError(
+                "The model, the loss function and the iterators are sent to the worker ranks and "
+                f"must be picklable: {type(error).__name__}: {error}. Use classes and functions of "
+                "a module in place of lambdas, local functions, open files and threads."
+            ) from error
 
     def _wait_for_start(self, workers: LocalRanks, store: TCPStore) -> None:
         """Wait until all workers run.
@@ -284,36 +286,6 @@ class MultiprocessParallelUpdater(StandardUpdater):
         replica.control.bcast_obj("load", MAIN)
         replica.control.bcast_obj((states, self._random_states), MAIN)
 
-    def _resharded(self, states: Sequence[Any]) -> list[Any]:
-        """One state for each iterator, from those of another number of devices."""
-        sources: list[Any] = self._sources
-        size = len(sources)
-        topology = Topology(("localhost",) * size)
-        if None in [getattr(source, "reshard_state_dict", None) for source in sources]:
-            raise UsageError(
-                f"The state was saved with {len(states)} devices, and there are {size} now. Use "
-                "the same number, or iterators whose state can be resharded: SerialIterator or a "
-                "DataLoader."
-            )
-        return [
-            source.reshard_state_dict(states, topology.place(rank))
-            for rank, source in enumerate(sources)
-        ]
-
-
-def _pickle_problem(parts: Mapping[str, object], error: Exception) -> str:
-    for name, part in parts.items():
-        try:
-            pickle.dumps(part)
-        except Exception as reason:
-            return (
-                f"The {name} (a {type(part).__name__}) cannot be sent to the worker ranks: "
-                f"{type(reason).__name__}: {reason}. It must be picklable: use classes and "
-                "functions of a module in place of lambdas, local functions, open files and "
-                "threads."
-            )
-    return f"The model cannot be copied for the worker ranks: {type(error).__name__}: {error}"
-
 
 def _raise_if_parts_differ(iterators: Sequence[Any], devices: Mapping[str, torch.device]) -> None:
     if len(iterators) != len(devices):
@@ -336,20 +308,15 @@ Device = int | str | torch.device
 
 def named_devices(devices: Mapping[str, Device] | Sequence[Device]) -> dict[str, torch.device]:
     """Devices by name, main first. Raises UsageError, UnsupportedError: they cannot be combined."""
-    if isinstance(devices, Mapping):
-        if "main" not in devices:
-            raise UsageError(
-                f"devices has the keys {', '.join(map(repr, devices))}. One must be 'main': the "
-                "device that steps the optimizer."
-            )
-        named = {"main": devices["main"], **devices}
-    elif isinstance(devices, (list, tuple)) and devices:
-        named = {("main" if i == 0 else f"gpu{i}"): device for i, device in enumerate(devices)}
-    else:
+    named = devices
+    if not isinstance(named, Mapping):
+        named = {("main" if i == 0 else f"gpu{i}"): device for i, device in enumerate(named)}
+    if "main" not in named:
         raise UsageError(
-            f"devices={devices!r} should be a dict with 'main', or a list with main first."
+            f"devices={devices!r} must be a dict with 'main', the device that steps the optimizer, "
+            "or a list with main first."
         )
-    found = {name: _device(device) for name, device in named.items()}
+    found = {name: _device(device) for name, device in {"main": named["main"], **named}.items()}
     kinds = {device.type for device in found.values()}
     if len(kinds) > 1 or not kinds <= {"cpu", "cuda"}:
         raise UnsupportedError(
@@ -358,9 +325,6 @@ def named_devices(devices: Mapping[str, Device] | Sequence[Device]) -> dict[str,
     gpus = [device.index for device in found.values() if device.type == "cuda"]
     if len(set(gpus)) < len(gpus):
         raise UnsupportedError(f"GPUs {gpus}: NCCL needs one rank per GPU. Name each GPU once.")
-    num_gpus = torch.cuda.device_count() if gpus else 0
-    if gpus and max(gpus) >= num_gpus:
-        raise UsageError(f"There is no GPU {max(gpus)}: this process sees {num_gpus}.")
     return found
 
 

@@ -112,7 +112,7 @@ def test_the_same_batch_says_nothing_on_any_ranks_in_any_passes(
     tmp_path: Path, before: int, after: int
 ) -> None:
     save(tmp_path, before, batch_of(12))
-    assert resumed(tmp_path, after, batch_of(12, accumulation=2)) == ([], 0.06)
+    assert resumed(tmp_path, after, batch_of(12, local_batch=3)) == ([], 0.06)
 
 
 @pytest.mark.parametrize("after", [1, 2, 3])

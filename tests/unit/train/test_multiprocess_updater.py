@@ -204,11 +204,10 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("options", "words"),
         [
-            ({"devices": {"gpu0": "cpu"}}, "'main'"),
+            ({"devices": {"gpu0": "cpu"}}, "a dict with 'main'"),
             ({"devices": []}, "with main first"),
             ({"devices": ["cpu", 0]}, "cpu, cuda:0. All must be GPUs or all CPUs"),
             ({"devices": ["cuda", 0]}, "Name each GPU once"),
-            ({"devices": [97, 98]}, "no GPU 98"),
             ({"devices": ["cpu"] * 3}, "2 iterators for 3"),
             ({"iterators": [DataLoader(points(4)), DataLoader(points(5))]}, "[4, 5]"),
             ({"optimizer": sgd(Line())}, "not in the model"),
@@ -225,19 +224,9 @@ class TestRefused:
 
         assert "plain optimizer" in run_ranks(body, 1)[0]
 
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            ({"loss_func": lambda *batch: None}, "The loss_func (a function)"),
-            (
-                {"iterators": [SerialIterator(points(4), 2, collate_fn=lambda b: b)] * 2},
-                "The iterator (a SerialIterator)",
-            ),
-        ],
-    )
-    def test_what_cannot_be_pickled(self, options: Any, message: str) -> None:
-        updater = make_updater(Line(), **options)
-        assert message in refusal(updater.update)
+    def test_what_cannot_be_pickled(self) -> None:
+        updater = make_updater(Line(), loss_func=lambda *batch: None)
+        assert "must be picklable" in refusal(updater.update)
         updater.finalize()
 
     def test_an_updater_that_has_ended(self) -> None:

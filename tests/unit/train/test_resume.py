@@ -220,19 +220,12 @@ def test_a_trainer_continues(tmp_path: Path, old: int, new: int, stop_after: int
             assert [e["main/loss"] for e in theirs] == [e["main/loss"] for e in log]
 
 
-def test_several_devices_redistribute_their_positions() -> None:
+def test_another_number_of_devices_is_refused() -> None:
     def updater(size: int) -> MultiprocessParallelUpdater:
         model = Line()
         parts = [SerialIterator(points(24 // size), 2, seed=rank) for rank in range(size)]
         return MultiprocessParallelUpdater(parts, sgd(model), model, devices=["cpu"] * size)
 
-    before = updater(3)
-    for source in before._sources:
-        next(source)
-    state = described(before.state_dict())
-    after = updater(2)
-    after.load_state_dict(state)
-    assert [source.current_position for source in after._sources] == [3, 3]
-    after._sources[1].reshard_state_dict = None  # type: ignore[attr-defined]
+    state = described(updater(3).state_dict())
     with pytest.raises(UsageError, match="saved with 3 devices, and there are 2 now"):
-        after.load_state_dict(state)
+        updater(2).load_state_dict(state)

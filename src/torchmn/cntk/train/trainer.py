@@ -59,7 +59,6 @@ class Trainer:
             a parameter that is in none is not changed. All are distributed with the same options,
             or none: each rank then trains by itself.
         progress_writers: one or more receivers of the progress, such as `ProgressPrinter`.
-        grad_scaler: for a model that computes in float16.
 
     Attributes:
         communicator: the communicator of the distributed learners; None without one.
@@ -89,14 +88,11 @@ class Trainer:
         criterion: Criterion | Sequence[Criterion | None],
         parameter_learners: Any,
         progress_writers: Any = None,
-        *,
-        grad_scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         self.model = model
         self._criterion = _criteria(criterion)
         self.parameter_learners = _as_list(parameter_learners)
         self.progress_writers = _as_list(progress_writers)
-        self._scaler = grad_scaler
         self.total_number_of_samples_seen = 0
         """Samples over all ranks so far."""
         self.num_minibatches = 0
@@ -175,9 +171,7 @@ class Trainer:
         if shared is not None:
             shared.reducer.contribution.set(own.num_samples, own.num_samples)
         if loss is not None:
-            (loss if self._scaler is None else self._scaler.scale(loss)).backward()
-        elif self._scaler is not None:  # its first step fails where it has scaled nothing
-            self._scaler.scale(torch.zeros((), device=_device_of(self._models)))
+            loss.backward()
         total = under_way()
         num_synchronized = self._num_synchronized()
         if not total.num_samples:
@@ -192,13 +186,12 @@ class Trainer:
             if loss is None:
                 # There was no backward pass, whose hooks begin the exchange: the others wait in it.
                 shared.reducer.exchange_now()
-        is_scaled = False
         for optimizer in self.optimizers:
-            is_scaled |= self._step(optimizer, (own if is_local else total).num_samples)
+            for learner in _learners(optimizer):
+                learner.begin_minibatch((own if is_local else total).num_samples)
+            optimizer.step()
             for learner in _learners(optimizer):
                 learner.end_minibatch(total.num_samples, is_sweep_end=total.is_sweep_end)
-        if self._scaler is not None and is_scaled:
-            self._scaler.update()
         self._last = total
         self.total_number_of_samples_seen += total.num_samples
         self.num_minibatches += 1
@@ -227,17 +220,6 @@ class Trainer:
         finally:
             for parameter in others:
                 parameter.requires_grad_()
-
-    def _step(self, optimizer: Optimizer, num_samples: int) -> bool:
-        """Step one optimizer; return whether the GradScaler took part."""
-        for learner in _learners(optimizer):
-            learner.begin_minibatch(num_samples)
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
-        if self._scaler is None or all(p.grad is None for p in parameters):
-            optimizer.step()  # without gradients: this rank has no data, and trains alone now
-            return False
-        self._scaler.step(optimizer)
-        return True
 
     def _num_synchronized(self) -> float:
         """Samples over all ranks in the blocks that have ended."""
@@ -269,9 +251,6 @@ class Trainer:
         if is_empty and not (arguments and has_collective_layers(self.model)):
             return None, MinibatchSums(0.0, None if of_metric is None else 0.0)
         inputs, others = self._split(arguments, device)
-        for what, function in (("loss", of_loss), ("metric", of_metric)):
-            if function is not None:
-                self._raise_if_arguments_do_not_fit(what, function, inputs, others)
         output = self.model(**inputs)
         count = _num_samples(next(iter((others or inputs).values())))
         num_sequences = min(map(_num_sequences, arguments.values()))
@@ -288,27 +267,6 @@ class Trainer:
                     "for each sample, or be a mean."
                 )
         return loss, sums
-
-    def _raise_if_arguments_do_not_fit(
-        self, what: str, function: Criterion, inputs: dict[str, Any], others: dict[str, Any]
-    ) -> None:
-        """Raise UsageError: model or criterion lack an argument, or there is one too many."""
-        for name, called, by_place, by_name in (
-            ("the model", _forward(self.model), (), inputs),
-            (f"the {what}", function, (None, *others.values()), {}),
-        ):
-            try:
-                inspect.signature(called).bind(*by_place, **by_name)
-            except TypeError as error:
-                raise UsageError(
-                    f"The arguments do not fit {name}: {error}. {type(self.model).__name__}.forward"
-                    f"({', '.join(self._model_names)}) gets {', '.join(inputs)} by name, and the "
-                    f"{what} {_name_of(function)} gets the model's output and then "
-                    f"{', '.join(others) or 'nothing'}. Rename the keys of the input map, or the "
-                    "parameters of forward."
-                ) from None
-            except ValueError:  # a function of C, which has no signature
-                pass
 
     def _split(
         self, arguments: Mapping[str, Argument], device: torch.device | str | None
@@ -441,8 +399,6 @@ class Trainer:
             state[f"model{number or ''}"] = model
         for number, optimizer in enumerate(self.optimizers):
             state[f"learner{number or ''}"] = optimizer
-        if self._scaler is not None:
-            state["grad_scaler"] = self._scaler
         return state
 
     def _checkpointer_of(self, filename: str | Path) -> MultiNodeCheckpointer:
@@ -503,10 +459,6 @@ def _parameter_names(model: nn.Module) -> list[str]:
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     parameters = inspect.signature(_forward(model)).parameters.values()
     return [p.name for p in parameters if p.kind not in kinds]
-
-
-def _name_of(function: Callable[..., Any]) -> str:
-    return getattr(function, "__name__", type(function).__name__)
 
 
 def _values(value: Argument) -> Tensor | np.ndarray[Any, Any]:

@@ -11,7 +11,6 @@ from torchmn.base.errors import RankMismatchError
 from torchmn.exchange.agreements.base import Agreement, PassContext
 from torchmn.exchange.buckets import Slot
 from torchmn.exchange.finiteness import Finiteness
-from torchmn.exchange.gradient_norms import own_terms, total_of
 
 _has_gradient = attrgetter("has_gradient")
 
@@ -99,26 +98,3 @@ class LateRanks(Agreement):
         are_some_without_data = 0 < self.num_active < self.comm.size
         if self.sums[1] and (self.are_some_late or are_some_without_data):
             raise RankMismatchError(f"{self.comm.rank_label}: {NO_JOINT_PASS}")
-
-
-class MeasuredNorms(Agreement):
-    """The three terms of `gradient_norms`, zeros unless measured. One object for each set."""
-
-    num_values = 3
-    is_idle = True
-
-    def measure(self, squares: Sequence[Tensor], factor: float, *, is_own: bool) -> None:
-        """Contribute the squared norms of the packed gradients to the next exchange.
-
-        See `own_terms` for the arguments.
-        """
-        self._squares, self._factor, self._is_own = squares, factor, is_own
-        self.is_idle = False
-
-    def write_values(self, values: Tensor, context: PassContext) -> None:
-        """See `Agreement.write_values`."""
-        self.is_idle = True
-        packed = total_of(self._squares, values.device)
-        values[0], values[1], values[2] = own_terms(
-            packed, self._factor, context.weight, context.num_samples, is_own=self._is_own
-        )

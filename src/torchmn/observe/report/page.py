@@ -125,8 +125,6 @@ def _findings(summary: Summary, findings: Sequence[Finding]) -> Iterator[str]:
         yield "</ol>"
     else:
         yield "<p>Nothing stands out: no cause costs 2 % of a step.</p>"
-    if summary.batch_advice is not None:
-        yield f"<h3>The batch</h3><p>{escape(summary.batch_advice)}</p>"
     if summary.notes:
         notes = "".join(f"<li>{escape(note)}</li>" for note in summary.notes)
         yield f"<h3>About the records</h3><ul class='notes'>{notes}</ul>"

@@ -10,7 +10,7 @@ import numpy as np
 from torchmn.base.errors import DataError
 from torchmn.cluster.units import grouped, spans
 from torchmn.observe.read.recorded_run import Floats, Integers, RankRecord, Run
-from torchmn.record.records import NOISE_SCALE, PHASES, Phase
+from torchmn.record.records import PHASES, Phase
 
 # In which a rank waits for the others; how long it takes for the rest is up to itself.
 COLLECTIVE_PHASES: tuple[Phase, ...] = ("exchange", "evaluation", "checkpoint")
@@ -177,26 +177,6 @@ class Summary:
     def settings_and_versions(self) -> dict[str, str]:
         """What the training and its libraries are, as the first rank has recorded it."""
         return {**self.ranks[0].settings, **self.ranks[0].start.versions}
-
-    @cached_property
-    def noise_scale(self) -> float | None:
-        """Gradient noise scale at the end of the record, in samples; None if not measured."""
-        found = [rank.values[NOISE_SCALE][1] for rank in self.ranks if NOISE_SCALE in rank.values]
-        return float(found[0][-1]) if found else None
-
-    @property
-    def batch_advice(self) -> str | None:
-        """Advice about the batch from the gradient noise scale; None if not measured."""
-        if self.noise_scale is None:
-            return None
-        batch = self.ranks[0].settings.get("global_batch")
-        if batch is None and self.samples_per_s is not None:
-            batch = f"{self.samples_per_s * self.step_s:.0f}"
-        own = "" if batch is None else f", and the global batch is {int(batch):,}"
-        return (
-            f"A batch above {self.noise_scale:,.0f} samples will not pay: that is the gradient "
-            f"noise scale at the end of the record{own} (McCandlish et al. 2018, arXiv 1812.06162)."
-        )
 
     def host(self, index: int) -> str:
         """Return the host of the rank with this index in ``ranks``."""

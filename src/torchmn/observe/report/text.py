@@ -87,8 +87,6 @@ def _run(summary: Summary, findings: Sequence[Finding]) -> RenderableType:
     parts: list[RenderableType] = [title, facts]
     parts.extend(Text(f"note: {note}", style="dim") for note in summary.notes)
     parts += ["", *_findings(findings), ""]
-    if summary.batch_advice is not None:
-        parts += [summary.batch_advice, ""]
     parts.append(_phases(summary))
     for table in (links_table(summary), slow_steps_table(summary)):
         if table.rows:
@@ -175,7 +173,6 @@ def _run_as_json(summary: Summary, findings: Sequence[Finding]) -> object:
             "last_step": int(summary.step[-1]),
             "step_s": summary.step_s,
             "samples_per_s": summary.samples_per_s,
-            "gradient_noise_scale": summary.noise_scale,
             "share_of_exposed_exchange": summary.share_of_exposed_exchange,
             "share_of_waiting": summary.share_of_waiting,
             "findings": [asdict(finding) for finding in findings],

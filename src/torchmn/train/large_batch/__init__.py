@@ -1,17 +1,9 @@
 """Large batches that keep their accuracy: the batch, rates that follow it, LARS and LAMB."""
 
 from torchmn.train.large_batch.batch_growth import BatchGrowth
-from torchmn.train.large_batch.ghost_batch_norm import (
-    GhostBatchNorm1d,
-    GhostBatchNorm2d,
-    GhostBatchNorm3d,
-    convert_to_ghost_batch_norm,
-    revert_ghost_batch_norm,
-)
 from torchmn.train.large_batch.global_batch import GlobalBatch
 from torchmn.train.large_batch.lamb import LAMB
 from torchmn.train.large_batch.lars import LARS
-from torchmn.train.large_batch.noise_scale import GradientNoiseScale
 from torchmn.train.large_batch.schedules import (
     BatchSchedule,
     Cosine,
@@ -31,17 +23,11 @@ __all__ = [
     "BatchSchedule",
     "Cosine",
     "DecayAfterGrowth",
-    "GhostBatchNorm1d",
-    "GhostBatchNorm2d",
-    "GhostBatchNorm3d",
     "GlobalBatch",
-    "GradientNoiseScale",
     "GradualWarmup",
     "LinearScaling",
     "MultiStep",
     "Polynomial",
     "SquareRootScaling",
-    "convert_to_ghost_batch_norm",
-    "revert_ghost_batch_norm",
     "weight_decay_groups",
 ]

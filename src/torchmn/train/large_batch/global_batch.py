@@ -9,11 +9,9 @@ Only the global batch changes what is learned. The others follow from it, from t
 and from the memory that a pass may use, and the mean gradient is the same for all of them.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -81,16 +79,13 @@ class GlobalBatch:
             optimizer.step()
     ```
 
-    Printing it shows the values that follow. Without ``local_batch`` and ``accumulation`` a rank's
-    share is one pass. With only one of them the other follows from it, and passes are made as equal
-    as possible: a share of 100 with ``local_batch=64`` makes two passes of 50.
+    Printing it shows the values that follow. Without ``local_batch`` a rank's share is one pass.
+    Passes are made as equal as possible: a share of 100 with ``local_batch=64`` makes two of 50.
 
     Args:
         global_batch: samples of one step over all ranks.
         comm: the ranks.
         local_batch: the most samples of one forward and backward pass: what fits into memory.
-        accumulation: passes of each rank in a step. If shares are uneven and the smaller ones have
-            fewer samples than that, it is one less, so that all ranks make equally many passes.
         growth: enlarge the global batch during training. The passes stay as large as they are at
             the beginning, so that they still fit, and become more.
         shares: ``"equal"``, or ``"speed"`` for ranks of different speeds: every ten steps the
@@ -99,7 +94,7 @@ class GlobalBatch:
             ``local_batch``: without it passes keep their size, and a larger share is more passes.
 
     Raises:
-        UsageError: a number is out of range, or the three contradict each other.
+        UsageError: a number is out of range.
         UnknownNameError: ``shares`` is something else.
         RankMismatchError: ranks passed different arguments; all ranks raise.
 
@@ -113,17 +108,12 @@ class GlobalBatch:
         self,
         global_batch: int,
         local_batch: int | None = None,
-        accumulation: int | None = None,
         *,
         comm: Communicator,
         growth: BatchGrowth | None = None,
         shares: Shares = "equal",
     ) -> None:
-        counts = {
-            "global_batch": global_batch,
-            "local_batch": local_batch,
-            "accumulation": accumulation,
-        }
+        counts = {"global_batch": global_batch, "local_batch": local_batch}
         raise_if_values_differ(
             f"{comm.rank_label}: GlobalBatch() was called",
             comm.allgather_obj({**counts, "growth": repr(growth), "shares": shares}),
@@ -141,25 +131,8 @@ class GlobalBatch:
         self._speed = SpeedShares(comm) if shares == "speed" else None
         self._shares = self._speed or BatchShares(comm.size)
         self._num_counted = 0
-        share = -(-global_batch // comm.size)
-        if accumulation is not None and accumulation > share:
-            raise UsageError(
-                f"accumulation={accumulation} passes, but a rank's share of global_batch="
-                f"{global_batch} on {comm.size} ranks is {counted(share, 'sample')}. "
-                "Give fewer passes."
-            )
-        num_passes = min(accumulation or 1, global_batch // comm.size or 1)
-        self._pass_limit = Fraction(local_batch or Fraction(share, num_passes))
-        """The most samples of a pass; a fraction if passes differ by one sample."""
-        needed = self._num_passes(share)
-        if accumulation is not None and local_batch is not None and accumulation != needed:
-            raise UsageError(
-                f"{comm.size} ranks x accumulation={accumulation} x local_batch={local_batch} = "
-                f"{comm.size * local_batch * accumulation} samples do not make "
-                f"global_batch={global_batch}: shares of up to {share} samples are "
-                f"{counted(needed, 'pass')} of up to {local_batch}. Give global_batch and one of "
-                "the other two."
-            )
+        self._pass_limit = local_batch or -(-global_batch // comm.size)
+        """The most samples of a pass."""
         self._note_settings()
 
     def _note_settings(self) -> None:
@@ -206,14 +179,11 @@ class GlobalBatch:
         if at is None:
             at = 0 if self._speed is None else self.samples_seen
         shares = tuple(self._shares.sizes(global_batch, at))
-        least, most = min(shares), max(shares)
-        num_passes = self._num_passes(most)
-        if 0 < least < num_passes and -(-most // least) <= math.ceil(self._pass_limit):
-            num_passes = least  # or the ranks with fewer samples could not make as many
-        return _Plan(shares=shares, num_passes=num_passes, pass_size=-(-most // num_passes))
+        num_passes = self._num_passes(max(shares))
+        return _Plan(shares=shares, num_passes=num_passes, pass_size=-(-max(shares) // num_passes))
 
     def _num_passes(self, share: int) -> int:
-        return max(1, math.ceil(share / self._pass_limit))
+        return max(1, -(-share // self._pass_limit))
 
     def __repr__(self) -> str:
         plan = self._plan(self.global_batch)

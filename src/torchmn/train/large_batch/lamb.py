@@ -6,10 +6,10 @@ step t:
 
     m <- beta1 m + (1 - beta1) g          v <- beta2 v + (1 - beta2) g^2
     r = (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
-    w <- w - rate * phi(|w|) / |r + weight_decay w| * (r + weight_decay w)
+    w <- w - rate * |w| / |r + weight_decay w| * (r + weight_decay w)
 
-phi is the identity, or clamps the norm to ``norm_bounds``. Differences: where either norm is 0, the
-ratio is 1; biases and the parameters of normalization, which have one dimension or none, have a
+The paper's phi is the identity here, as in its experiments. Differences: where either norm is 0,
+the ratio is 1; biases and the parameters of normalization, which have one dimension or none, have a
 ratio of 1 and no weight decay, as in section 4 of the paper.
 """
 
@@ -21,7 +21,6 @@ from torch import Tensor
 
 from torchmn.base.errors import UsageError
 from torchmn.train.large_batch.trust_ratio import (
-    GroupPart,
     TrustRatioOptimizer,
     norms,
     raise_if_negative,
@@ -38,11 +37,8 @@ class LAMB(TrustRatioOptimizer):
         betas: decay rates of the running means of the gradient and of its square.
         eps: added to the square root in the denominator.
         weight_decay: the coefficient of weight decay, which does not enter m and v.
-        norm_bounds: the least and the greatest value to which norms of weights are clamped; None
-            does not clamp them.
         exclude_vectors: leave out the ratio and weight decay for parameters of at most one
             dimension: biases and normalization. Parameter groups may differ in it.
-        foreach: update all tensors in one call; None does so on GPUs, where it is faster.
 
     Raises UsageError: an argument, or an option of a group, is out of range.
 
@@ -60,30 +56,24 @@ class LAMB(TrustRatioOptimizer):
         eps: float = 1e-6,
         weight_decay: float = 0.01,
         *,
-        norm_bounds: tuple[float, float] | None = None,
         exclude_vectors: bool = True,
-        foreach: bool | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
             "betas": betas,
             "eps": eps,
             "weight_decay": weight_decay,
-            "norm_bounds": norm_bounds,
             "exclude_vectors": exclude_vectors,
-            "foreach": foreach,
         }
         super().__init__(params, defaults)
 
     @staticmethod
-    def _raise_if_out_of_range(options: dict[str, Any], name: str = "") -> None:
-        """Raise UsageError: an option is out of range. ``name`` is the group's, for the message."""
-        betas, bounds = options["betas"], options["norm_bounds"]
+    def _raise_if_out_of_range(options: dict[str, Any]) -> None:
+        """Raise UsageError: an option of a group is out of range."""
+        betas = options["betas"]
         if not all(0 <= beta < 1 for beta in betas):
-            raise UsageError(f"{name}betas={betas} must be 0 or more and less than 1.")
-        raise_if_negative(options, ("lr", "eps", "weight_decay"), name)
-        if bounds is not None and not 0 <= bounds[0] < bounds[1]:
-            raise UsageError(f"{name}norm_bounds={bounds} must be two increasing numbers from 0.")
+            raise UsageError(f"betas={betas} must be 0 or more and less than 1.")
+        raise_if_negative(options, ("lr", "eps", "weight_decay"))
 
     def _state_of(self, parameter: Tensor) -> dict[str, Any]:
         """The state of a parameter, whose steps are counted."""
@@ -91,8 +81,10 @@ class LAMB(TrustRatioOptimizer):
         state["step"] = state.get("step", 0) + 1
         return state
 
-    def _update(self, group: dict[str, Any], part: GroupPart) -> None:
-        params, grads, states = part.params, part.grads, part.states
+    def _update(
+        self, group: dict[str, Any], params: list[Any], weight_decay: float, *, is_adapted: bool
+    ) -> None:
+        grads, states = [p.grad for p in params], [self._state_of(p) for p in params]
         rate, (beta1, beta2) = float(group["lr"]), group["betas"]
         means, squares = [state["mean"] for state in states], [state["square"] for state in states]
         corrections = [_corrections(group["betas"], state["step"]) for state in states]
@@ -103,13 +95,10 @@ class LAMB(TrustRatioOptimizer):
         torch._foreach_mul_(roots, [second / first for first, second in corrections])
         torch._foreach_add_(roots, [group["eps"] / first for first, _ in corrections])
         directions = list(torch._foreach_div(means, roots))
-        if part.weight_decay:
-            torch._foreach_add_(directions, params, alpha=part.weight_decay)
-        if part.is_adapted:
-            own = norms(params)
-            if group["norm_bounds"] is not None:
-                own = own.clamp(*group["norm_bounds"])
-            torch._foreach_mul_(directions, ratios(own, norms(directions)))
+        if weight_decay:
+            torch._foreach_add_(directions, params, alpha=weight_decay)
+        if is_adapted:
+            torch._foreach_mul_(directions, ratios(norms(params), norms(directions)))
         torch._foreach_add_(params, directions, alpha=-rate)
 
 

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from torchmn.base.errors import UsageError
 from torchmn.train.large_batch.trust_ratio import (
-    GroupPart,
     TrustRatioOptimizer,
     norms,
     raise_if_negative,
@@ -40,7 +39,6 @@ class LARS(TrustRatioOptimizer):
         trust: how far a layer moves relative to the norm of its weights; eta in the paper.
         exclude_vectors: leave out the local rate and weight decay for parameters of at most one
             dimension: biases and normalization. Parameter groups may differ in it.
-        foreach: update all tensors in one call; None does so on GPUs, where it is faster.
 
     Raises UsageError: an argument, or an option of a group, is out of range.
 
@@ -59,7 +57,6 @@ class LARS(TrustRatioOptimizer):
         trust: float = 0.001,
         *,
         exclude_vectors: bool = True,
-        foreach: bool | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -67,26 +64,26 @@ class LARS(TrustRatioOptimizer):
             "weight_decay": weight_decay,
             "trust": trust,
             "exclude_vectors": exclude_vectors,
-            "foreach": foreach,
         }
         super().__init__(params, defaults)
 
     @staticmethod
-    def _raise_if_out_of_range(options: dict[str, Any], name: str = "") -> None:
-        """Raise UsageError: an option is out of range. ``name`` is the group's, for the message."""
+    def _raise_if_out_of_range(options: dict[str, Any]) -> None:
+        """Raise UsageError: an option of a group is out of range."""
         if not 0 <= options["momentum"] < 1:
-            raise UsageError(
-                f"{name}momentum={options['momentum']} must be 0 or more and less than 1."
-            )
-        raise_if_negative(options, ("lr", "weight_decay", "trust"), name)
+            raise UsageError(f"momentum={options['momentum']} must be 0 or more and less than 1.")
+        raise_if_negative(options, ("lr", "weight_decay", "trust"))
 
-    def _update(self, group: dict[str, Any], part: GroupPart) -> None:
-        params, grads, decay = part.params, part.grads, part.weight_decay
-        velocities = [state["velocity"] for state in part.states]
-        updates = list(torch._foreach_add(grads, params, alpha=decay))
-        if part.is_adapted:
+    def _update(
+        self, group: dict[str, Any], params: list[Any], weight_decay: float, *, is_adapted: bool
+    ) -> None:
+        grads = [p.grad for p in params]
+        velocities = [self._state_of(p)["velocity"] for p in params]
+        updates = list(torch._foreach_add(grads, params, alpha=weight_decay))
+        if is_adapted:
             own = norms(params)
-            torch._foreach_mul_(updates, ratios(own, norms(grads) + decay * own, group["trust"]))
+            quotients = ratios(own, norms(grads) + weight_decay * own, group["trust"])
+            torch._foreach_mul_(updates, quotients)
         torch._foreach_mul_(updates, float(group["lr"]))
         torch._foreach_mul_(velocities, group["momentum"])
         torch._foreach_add_(velocities, updates)

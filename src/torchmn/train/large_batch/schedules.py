@@ -5,7 +5,7 @@
 The samples are those of `GlobalBatch`, so a rate does not depend on the number of ranks, on the
 accumulation, on how often ``step()`` is called or on how the batch has grown, and a resumed run has
 the rates of one that never stopped, to the bit. Schedules are combined by wrapping: the first
-argument is the optimizer or another schedule of this module, and any of them may be stepped.
+argument is the optimizer or another schedule of this module; the outermost one is stepped.
 
     schedule = LinearScaling(optimizer, batch, base_batch=256)
     schedule = GradualWarmup(schedule, batch, 5)
@@ -21,7 +21,6 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any, get_args
-from weakref import ref
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -37,20 +36,20 @@ from torchmn.train.large_batch.global_batch import GlobalBatch
 class BatchSchedule(LRScheduler):
     """Base class of the schedules here. Subclasses implement `factor`. Local.
 
-    Call ``step()`` after ``optimizer.step()``, at each step or at each epoch. `state_dict` holds
-    the rates, and loading it sets them; the samples seen are part of the sampler's state (or of
-    `GlobalBatch.state_dict`), to be saved as well.
+    Call ``step()`` of the outermost schedule after ``optimizer.step()``, at each step or at each
+    epoch. Save optimizer and schedule, as with any scheduler of torch, and the samples seen, which
+    are part of the sampler's state (or of `GlobalBatch.state_dict`).
 
-    Rates that are set elsewhere, by hand or by a scheduler of torch that is stepped beside this one
-    or in a `torch.optim.lr_scheduler.ChainedScheduler`, are overwritten by the next ``step()``,
-    which warns once. In a `torch.optim.lr_scheduler.SequentialLR`, where schedules follow one
-    another, they work together.
+    Rates that are set elsewhere, by hand or by another scheduler that is stepped beside this one or
+    in a `torch.optim.lr_scheduler.ChainedScheduler`, are overwritten by the next ``step()``, which
+    warns once. In a `torch.optim.lr_scheduler.SequentialLR`, where schedules follow one another,
+    they work together.
 
     Args:
         optimizer: an optimizer, multi-node or not, or the schedule that this one multiplies.
         batch: counts the samples seen, and knows those of an epoch.
 
-    Raises UsageError: an argument is out of range, or the optimizer has a schedule already.
+    Raises UsageError: an argument is out of range.
 
     Example:
         >>> class Halving(torchmn.train.large_batch.BatchSchedule):
@@ -65,27 +64,14 @@ class BatchSchedule(LRScheduler):
 
     def __init__(self, optimizer: Optimizer | BatchSchedule, batch: GlobalBatch) -> None:
         self.batch = batch
-        self._outer: BatchSchedule | None = None
         self._inner: BatchSchedule | None = None
+        self._outer: BatchSchedule | None = None
         if isinstance(optimizer, BatchSchedule):
             self._inner = optimizer
             optimizer._outer = self
             optimizer = optimizer.optimizer
-        trained: Any = getattr(optimizer, "inner", optimizer)
-        older = vars(trained).get("_batch_schedule", lambda: None)()
-        if older is not None and older is not self._inner:
-            raise UsageError(
-                f"The optimizer has a schedule already, {type(older).__name__}. Give it to "
-                f"{type(self).__name__} in place of the optimizer, to multiply both factors."
-            )
-        trained._batch_schedule = ref(self)
-        self._is_made = False
-        self._rates_set: list[tuple[dict[str, Any], float | None]] = []
-        """Parameter groups and the rates that were set last; None: a tensor on a GPU."""
         self._has_warned = False
-        # The constructor of torch calls `step`, before the batch can have counted anything.
         super().__init__(optimizer)
-        self._is_made = True
 
     def factor(self, samples: int) -> float:
         """The factor of the rate after ``samples`` samples over all ranks."""
@@ -94,60 +80,42 @@ class BatchSchedule(LRScheduler):
     def step(self, epoch: int | None = None) -> None:
         """Set the rates of the next step.
 
-        Raises UsageError: the batch has neither a sampler nor a count, so rates would never change.
+        Raises UsageError: the batch has neither a sampler nor a count, so rates would never change;
+        or another schedule wraps this one.
         """
-        if self._outer is not None:
-            self._outer.step(epoch)
-            return
-        if self._is_made and not self.batch.is_counting:
-            raise UsageError(
-                f"{type(self).__name__}.step(): the GlobalBatch counts no samples, so the rate "
-                "would never change. Make the sampler by batch.sampler(dataset), or call "
-                "batch.count() after each step."
-            )
-        if epoch is None and self._step_count > 0:  # else SequentialLR begins with it
-            self._warn_if_changed()
+        if self._step_count > 0:  # not the first step, which the constructor makes
+            if not self.batch.is_counting:
+                raise UsageError(
+                    f"{type(self).__name__}.step(): the GlobalBatch counts no samples, so the rate "
+                    "would never change. Make the sampler by batch.sampler(dataset), or call "
+                    "batch.count() after each step."
+                )
+            if epoch is None and self._outer is None:  # with an epoch SequentialLR begins with it
+                self._warn_if_changed()
         super().step()
-        self._note_rates()
-
-    def _initial_step(self) -> None:
-        if self._outer is not None:
-            self._outer._initial_step()
-            return
-        super()._initial_step()
-
-    def _update_lr(self, epoch: int | None = None) -> None:
-        if self._outer is not None:
-            self._outer._update_lr(epoch)
-            return
-        super()._update_lr(epoch)
-
-    def _note_rates(self) -> None:
-        self._rates_set = [(group, _rate_here(group)) for group in self.optimizer.param_groups]
 
     def _warn_if_changed(self) -> None:
         """Warn once if a rate is not the one that was set last, which is then lost.
 
         An optimizer that has loaded a state has other groups, whose rates are those of the state.
         """
-        if self._has_warned:
+        groups = self.optimizer.param_groups
+        if self._has_warned or groups is not self._groups_set:
             return
-        for index, (group, (known, last)) in enumerate(
-            zip(self.optimizer.param_groups, self._rates_set, strict=False)
-        ):
-            now = _rate_here(group)
-            if group is not known or now is None or last is None:
+        for index, (group, last) in enumerate(zip(groups, self._last_lr, strict=False)):
+            now = group["lr"]
+            if isinstance(now, Tensor) and now.is_cuda:  # reading it would make the host wait
                 continue
-            if math.isclose(now, last, rel_tol=1e-6):
+            if now == last:
                 continue
             self._has_warned = True
             name = type(self).__name__
             warn(
                 f"{self.batch.comm.rank_label}: {name} has set the rate of parameter group {index} "
-                f"to {last:g}, and now it is {now:g}. {name} computes rates from the "
-                "samples seen, so what others set, by hand or by a scheduler of torch beside it "
-                "(StepLR, ReduceLROnPlateau, ChainedScheduler), is overwritten. For one after the "
-                "other use torch's SequentialLR; to multiply factors, a schedule of "
+                f"to {float(last):g}, and now it is {float(now):g}. {name} computes rates from the "
+                "samples seen, so what others set, by hand or by a scheduler beside it (StepLR, "
+                "ReduceLROnPlateau, ChainedScheduler), is overwritten. For one after the other use "
+                "torch's SequentialLR; to multiply factors, a schedule of "
                 "torchmn.train.large_batch such as MultiStep around this one.",
                 ResultWarning,
             )
@@ -155,12 +123,15 @@ class BatchSchedule(LRScheduler):
 
     def get_lr(self) -> list[float | Tensor]:
         """The current rates, by group."""
+        if self._outer is not None:
+            name, outer = type(self).__name__, type(self._outer).__name__
+            raise UsageError(
+                f"{name} is wrapped by {outer}, which multiplies both factors. Step the outermost "
+                f"schedule, and not {name}."
+            )
+        self._groups_set = self.optimizer.param_groups
         factor = self._product(self.batch.samples_seen)
         return [rate * factor for rate in self.base_lrs]
-
-    def get_last_lr(self) -> list[float | Tensor]:
-        """The rates that were set last, by group."""
-        return super().get_last_lr() if self._outer is None else self._outer.get_last_lr()
 
     def _product(self, samples: int) -> float:
         """The factors of this schedule and of those that it wraps."""
@@ -176,26 +147,8 @@ class BatchSchedule(LRScheduler):
         return {"base_lrs": list(self.base_lrs), "rates": list(self.get_last_lr())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a saved state, and set its rates at once."""
+        """Restore a saved state. The rates of the next step are in the optimizer's."""
         self.base_lrs, self._last_lr = list(state["base_lrs"]), list(state["rates"])
-        if self._outer is not None:
-            self._outer.load_state_dict(state)
-            return
-        for group, first, now in zip(
-            self.optimizer.param_groups, state["base_lrs"], state["rates"], strict=True
-        ):
-            group["initial_lr"] = first
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(now)
-            else:
-                group["lr"] = now
-        self._note_rates()
-
-
-def _rate_here(group: dict[str, Any]) -> float | None:
-    """The rate of a group; None if it is on a GPU, since reading it would make the host wait."""
-    rate = group["lr"]
-    return None if isinstance(rate, Tensor) and rate.device.type != "cpu" else float(rate)
 
 
 class LinearScaling(BatchSchedule):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,21 +12,6 @@ from torch.optim import Optimizer
 
 from torchmn.base.errors import UnsupportedError, UsageError
 from torchmn.comm.local_tensors import is_distributed, is_divided
-
-
-class GroupPart(NamedTuple):
-    """Parameters of a group with gradients: all those with an adapted rate, or all others."""
-
-    params: list[Tensor]
-    grads: list[Tensor]
-    states: list[dict[str, Any]]
-    weight_decay: float
-    is_adapted: bool
-
-    def singly(self) -> Iterator[GroupPart]:
-        """Yield a part for each parameter."""
-        for parameter, grad, state in zip(self.params, self.grads, self.states, strict=True):
-            yield self._replace(params=[parameter], grads=[grad], states=[state])
 
 
 class TrustRatioOptimizer(Optimizer):
@@ -38,14 +23,13 @@ class TrustRatioOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as torch does. Raises UsageError before that: an option is out of range."""
         if isinstance(param_group, dict):
-            name = f"Parameter group {len(self.param_groups)}: "
-            self._raise_if_out_of_range({**self.defaults, **param_group}, name)
+            self._raise_if_out_of_range({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
     @staticmethod
     @abstractmethod
-    def _raise_if_out_of_range(options: dict[str, Any], name: str = "") -> None:
-        """Raise UsageError: an option is out of range. ``name`` is the group's, for the message."""
+    def _raise_if_out_of_range(options: dict[str, Any]) -> None:
+        """Raise UsageError: an option of a group is out of range."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -59,12 +43,18 @@ class TrustRatioOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            for part in self._parts(group):
-                is_foreach = group["foreach"]
-                if is_foreach is None:  # on a CPU tensor after tensor stays in the cache
-                    is_foreach = all(parameter.is_cuda for parameter in part.params)
-                for each in [part] if is_foreach else part.singly():
-                    self._update(group, each)
+            adapted: list[Tensor] = []
+            others: list[Tensor] = []
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                _raise_if_unsupported(parameter)
+                is_adapted = parameter.dim() > 1 or not group["exclude_vectors"]
+                (adapted if is_adapted else others).append(parameter)
+            if adapted:
+                self._update(group, adapted, group["weight_decay"], is_adapted=True)
+            if others:
+                self._update(group, others, 0.0, is_adapted=False)
         return loss
 
     def _state_of(self, parameter: Tensor) -> dict[str, Any]:
@@ -75,36 +65,22 @@ class TrustRatioOptimizer(Optimizer):
         return state
 
     @abstractmethod
-    def _update(self, group: dict[str, Any], part: GroupPart) -> None:
-        """Update the parameters of a part, with one call of torch for all tensors at a time."""
-
-    def _parts(self, group: dict[str, Any]) -> Iterator[GroupPart]:
-        """Yield the parameters with an adapted rate, then the others."""
-        for is_adapted in (True, False):
-            params = [
-                parameter
-                for parameter in group["params"]
-                if parameter.grad is not None
-                and (parameter.dim() > 1 or not group["exclude_vectors"]) == is_adapted
-            ]
-            if not params:
-                continue
-            for parameter in params:
-                _raise_if_unsupported(parameter)
-            yield GroupPart(
-                params=params,
-                grads=[parameter.grad for parameter in params],
-                states=[self._state_of(parameter) for parameter in params],
-                weight_decay=group["weight_decay"] if is_adapted else 0.0,
-                is_adapted=is_adapted,
-            )
+    def _update(
+        self,
+        group: dict[str, Any],
+        params: list[Any],
+        weight_decay: float,
+        *,
+        is_adapted: bool,
+    ) -> None:
+        """Update parameters of a group, with one call of torch for all of them at a time."""
 
 
-def raise_if_negative(options: dict[str, Any], names: Sequence[str], group: str) -> None:
+def raise_if_negative(options: dict[str, Any], names: Sequence[str]) -> None:
     """Raise UsageError: an option is negative or NaN."""
     for name in names:
         if not options[name] >= 0:
-            raise UsageError(f"{group}{name}={options[name]} must be 0 or more.")
+            raise UsageError(f"{name}={options[name]} must be 0 or more.")
 
 
 def norms(tensors: list[Tensor]) -> Tensor:

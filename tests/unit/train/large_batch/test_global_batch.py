@@ -25,21 +25,14 @@ def batches(size: int, *args: object, **options: object) -> list[GlobalBatch]:
     global_batch=st.integers(1, 300),
     size=st.integers(1, 7),
     local_batch=st.none() | st.integers(1, 80),
-    accumulation=st.none() | st.integers(1, 9),
 )
 def test_every_sample_is_in_one_pass_of_one_rank(
-    global_batch: int, size: int, local_batch: int | None, accumulation: int | None
+    global_batch: int, size: int, local_batch: int | None
 ) -> None:
-    if local_batch is not None:
-        accumulation = None
-    elif accumulation is not None:
-        accumulation = min(accumulation, -(-global_batch // size))
-    ranks = batches(size, global_batch, local_batch, accumulation)
+    ranks = batches(size, global_batch, local_batch)
     assert sum(batch.share for batch in ranks) == global_batch
     assert max(b.share for b in ranks) - min(b.share for b in ranks) <= 1
     assert len({(b.local_batch, b.accumulation) for b in ranks}) == 1
-    if accumulation is not None:  # as many as the smallest share has samples, if it has any
-        assert ranks[0].accumulation == min(accumulation, global_batch // size or 1)
     for batch in ranks:
         assert local_batch is None or batch.local_batch <= local_batch
         passes = list(batch.micro_batches(torch.arange(batch.share)))
@@ -52,12 +45,7 @@ def test_every_sample_is_in_one_pass_of_one_rank(
         assert sum(share for _, share in passes) == pytest.approx(1 if batch.share else 0)
 
 
-def test_contradictions_are_refused_with_the_numbers() -> None:
-    assert batches(2, 16, 4, 2)[0].accumulation == 2
-    with pytest.raises(UsageError, match="2 ranks x accumulation=2 x local_batch=5 = 20 samples"):
-        batches(2, 24, 5, 2)
-    with pytest.raises(UsageError, match="accumulation=9 passes"):
-        batches(2, 16, accumulation=9)
+def test_wrong_numbers_are_refused() -> None:
     for wrong in (0, -1, 2.5, True):
         with pytest.raises(UsageError, match="global_batch"):
             batches(1, wrong)
@@ -94,7 +82,7 @@ def test_structures_are_cut_and_different_lengths_are_refused() -> None:
 
 def train_passes(
     comm: Communicator,
-    batch: tuple[int, int | None, int | None],
+    batch: tuple[int, int | None],
     length: int,
     converted: bool,
     **options: bool,
@@ -119,15 +107,14 @@ def train_passes(
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("converted", [True, False])
 @pytest.mark.parametrize(
-    ("global_batch", "local_batch", "accumulation", "length"),
-    [(7, None, 3, 14), (7, None, 2, 11), (8, 2, None, 19), (5, None, 2, 9)],
+    ("global_batch", "local_batch", "length"),
+    [(7, None, 11), (7, 2, 14), (8, 2, 19), (5, 3, 9)],
 )
 def test_passes_with_batch_normalization_over_all_ranks(
-    global_batch: int, local_batch: int | None, accumulation: int | None, length: int,
-    converted: bool, size: int,
+    global_batch: int, local_batch: int | None, length: int, converted: bool, size: int,
 ) -> None:  # fmt: skip
     """Uneven shares and short batches: a rank with one pass less would let the others wait."""
-    batch = (global_batch, local_batch, accumulation)
+    batch = (global_batch, local_batch)
     first, *others = run_ranks(lambda comm: train_passes(comm, batch, length, converted), size)
     assert all(each == first for each in others)
 
@@ -143,7 +130,7 @@ def test_passes_that_would_wait_for_other_ranks_are_refused_on_all(
     global_batch: int, local_batch: int, length: int, message: str
 ) -> None:
     """The announced memory of a pass counts more than equal numbers of passes."""
-    batch = (global_batch, local_batch, None)
+    batch = (global_batch, local_batch)
 
     def refused(comm: Communicator) -> None:
         with pytest.raises(UsageError, match=rf"{message}, and '1', a MultiNodeBatchNorm1d"):
@@ -156,20 +143,20 @@ def test_passes_that_would_wait_for_other_ranks_are_refused_on_all(
 
 def test_pad_last_makes_as_many_passes_on_all_ranks() -> None:
     def train(comm: Communicator) -> list[int]:
-        return train_passes(comm, (6, 1, None), 8, converted=True, pad_last=True)
+        return train_passes(comm, (6, 1), 8, converted=True, pad_last=True)
 
     assert run_ranks(train, 3) == [[2, 1]] * 3
 
 
 def test_a_growing_batch_keeps_the_memory_of_a_pass() -> None:
-    ranks = batches(3, 7, accumulation=3, growth=BatchGrowth([7], 10, unit="samples"))
+    ranks = batches(3, 7, local_batch=2, growth=BatchGrowth([7], 10, unit="samples"))
     assert [(each.accumulation, each.local_batch) for each in ranks] == [(2, 2)] * 3
     for each in ranks:
         each.count()
     assert [(each.share, each.accumulation, each.local_batch) for each in ranks] == [
-        (24, 16, 2),
-        (23, 16, 2),
-        (23, 16, 2),
+        (24, 12, 2),
+        (23, 12, 2),
+        (23, 12, 2),
     ]
 
 

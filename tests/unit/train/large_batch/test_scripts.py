@@ -118,7 +118,7 @@ def test_accumulation_exchanges_once_per_step() -> None:
         optimizer = torchmn.create_multi_node_optimizer(
             torch.optim.SGD(model.parameters(), 0.1), comm, model
         )
-        batch = GlobalBatch(12, comm=comm, accumulation=3)
+        batch = GlobalBatch(12, local_batch=2, comm=comm)
         x, y = (t[:6] for t in data().tensors)
         before = optimizer.reducer._num_exchanges.num
         for (u, v), share in batch.micro_batches((x, y), optimizer):
