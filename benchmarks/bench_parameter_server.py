@@ -25,7 +25,6 @@ SIDES = {
     "servers, 0 steps ahead": {"max_staleness": 0},
     "servers, 4 steps ahead": {"max_staleness": 4},
     "servers, 16 steps ahead": {"max_staleness": 16},
-    "servers, 4 steps ahead, pipeline": {"max_staleness": 4, "pipeline": True},
 }
 
 

@@ -18,7 +18,7 @@ from record import Bar
 
 from accuracy.bars import interval_of, pairs_of
 from accuracy.runs import Key, Run
-from accuracy.sides import BASELINE, BLOCK_STEPS, OVERLAP_STEPS, SIDES, Side
+from accuracy.sides import BASELINE, BLOCK_STEPS, SIDES, Side
 from accuracy.tasks import TASKS
 
 SEEDS = tuple(range(301, 317))
@@ -37,12 +37,6 @@ def _recommended(name: str, schedule: str, codec: str | None, block_steps: int |
     )
 
 
-_FIRST_AND_LAST = Side(
-    name="block momentum, every step first and last",
-    schedule="block_momentum",
-    options={"every_step_until": 0.1, "every_step_from": 0.9, "overlap_steps": OVERLAP_STEPS},
-    block_steps=BLOCK_STEPS,
-)
 RECIPE_SIDES = {
     side.name: side
     for side in (
@@ -55,12 +49,9 @@ RECIPE_SIDES = {
             )
             for codec in (None, "int8")
         ),
-        _FIRST_AND_LAST,
-        replace(_FIRST_AND_LAST, name=f"{_FIRST_AND_LAST.name}, int8", codec="int8"),
     )
 }
-"""The chosen ones. Block momentum with every step first and last has a side here because it was
-below its limit in the choice; it is recommended only if it is within the limits here as well."""
+"""The chosen ones."""
 SEEDS_OF = {
     "DiLoCo int8, recommended": SEEDS,
     "double buffering int8, recommended": (*range(301, 306), *range(309, 314)),

@@ -64,7 +64,6 @@ def train(task: Task, side: Side, seed: int, images: Images) -> dict[str, Any]:
     if side.block_steps is not None:
         options["block_size"] = side.block_steps * task.batch * NUM_WORKERS
     num_steps = task.num_steps(len(images.train[1]))
-    _use_shares(options, task, num_steps)
     schedule = make_schedule(side.schedule, options)
     comm = torchmn.create_communicator(
         "hierarchical",
@@ -100,7 +99,7 @@ def train(task: Task, side: Side, seed: int, images: Images) -> dict[str, Any]:
             losses[step] = loss.detach()
             hits[step] = (logits.detach().argmax(1) == labels).float().mean()
         optimizer.flush()
-        staleness = _staleness(schedule)
+        staleness = _staleness(schedule, comm)
         optimizer.close()
         sync_buffers_([model], comm, "average")
         comm.bcast_data(model)  # asynchronous replicas differ: take those of rank 0
@@ -122,34 +121,16 @@ def train(task: Task, side: Side, seed: int, images: Images) -> dict[str, Any]:
     }
 
 
-def _use_shares(options: dict[str, Any], task: Task, num_steps: int) -> None:
-    """Options that are shares of the run, in samples."""
-    num_samples = num_steps * task.batch * NUM_WORKERS
-    for name in ("every_step_until", "every_step_from"):
-        if name in options:
-            options[name] *= num_samples
-
-
 def make_schedule(name: str, options: Mapping[str, object]) -> Any:
-    """A schedule by its name and options. Raises UnknownNameError: there is none.
-
-    ``every_step_until`` and ``every_step_from``: the samples until and from which every step is
-    exchanged.
-    """
+    """A schedule by its name and options. Raises UnknownNameError: there is none."""
     from torchmn.errors import UnknownNameError
     from torchmn.exchange.optimizer.create import SCHEDULES
-    from torchmn.exchange.schedules import EveryStep, Phases
 
     if name not in SCHEDULES:
         raise UnknownNameError("schedule", name, SCHEDULES)
     factory: Any = SCHEDULES[name]
     chosen = dict(options)
-    until, start = (chosen.pop(f"every_step_{name}", None) for name in ("until", "from"))
-    made = factory.recommended(**chosen) if chosen.pop("recommended", False) else factory(**chosen)
-    if until is None and start is None:
-        return made
-    phases = {0: EveryStep(), until or 0: made}
-    return Phases(phases if start is None else {**phases, start: EveryStep()})
+    return factory.recommended(**chosen) if chosen.pop("recommended", False) else factory(**chosen)
 
 
 def evaluate(model: nn.Module, data: tuple[Tensor, Tensor], comm: Any) -> tuple[float, float]:
@@ -168,13 +149,16 @@ def evaluate(model: nn.Module, data: tuple[Tensor, Tensor], comm: Any) -> tuple[
     return (100 * correct / number, loss / number) if number else (math.nan, math.nan)
 
 
-def _staleness(schedule: Any) -> dict[str, float] | None:
-    """The staleness of the worst worker under an asynchronous schedule, otherwise None."""
+def _staleness(schedule: Any, comm: Any) -> dict[str, float] | None:
+    """The staleness of the worst worker under an asynchronous schedule, otherwise None.
+
+    *Collective.*
+    """
     if not hasattr(schedule, "staleness"):
         return None
-    met = schedule.staleness()
+    met = comm.allgather_obj(schedule.staleness())
     return {
-        "mean": max(worker.mean for worker in met.workers.values()),
-        "max": max(worker.max for worker in met.workers.values()),
-        "bound in steps": met.max_staleness,
+        "mean": max(worker.mean for worker in met),
+        "max": max(worker.max for worker in met),
+        "bound in steps": schedule.max_staleness,
     }

@@ -24,10 +24,7 @@ from torchmn.exchange.schedules import (
     DiLoCo,
     DoubleBuffering,
     EveryStep,
-    GrowingBlocks,
-    LocalUpdateSchedule,
     PeriodicAverage,
-    Phases,
     Warmup,
 )
 from torchmn.testing import run_ranks
@@ -49,13 +46,6 @@ blocks = partial(Recipe, num_samples=48)
 by_name = {
     name: Recipe(schedule=lambda _, name=name: name) for name in ("every_step", "double_buffering")
 }
-GROWING = GrowingBlocks(block_size=24, rate=0.049, power=8)
-"""The rate falls by 3 % a step from 0.05: blocks of 2 steps, 4 from the third on."""
-
-
-def phases(blocks: LocalUpdateSchedule) -> Phases:
-    """Two steps of every step, a block, every step from the fifth step on."""
-    return Phases({0: EveryStep(exact=True), 24: blocks, 60: EveryStep()})
 
 
 BLOCKS = {
@@ -65,20 +55,11 @@ BLOCKS = {
     "overlap": blocks(schedule=lambda _: PeriodicAverage(36, overlap_steps=2)),
     "eager": blocks(schedule=lambda _: DiLoCo(36, overlap_steps=2, eager=True)),
     "fragments": blocks(schedule=lambda _: DiLoCo(36, num_fragments=3, overlap_steps=1)),
-    "growing": blocks(schedule=lambda _: PeriodicAverage(GROWING)),
-    "growing_streamed": blocks(
-        schedule=lambda _: PeriodicAverage(GROWING, overlap_steps=1, num_fragments=2)
-    ),
     "warm": blocks(schedule=lambda _: Warmup(40, BlockMomentum(36, overlap_steps=1))),
 }
 by_name["eager_double_buffering"] = Recipe(schedule=lambda _: DoubleBuffering(eager=True))
 IN_NODES = blocks(schedule=lambda _: DiLoCo(24, intra_node="every_step", num_fragments=2))
-by_name["delay_compensation"] = Recipe(schedule=lambda _: DoubleBuffering(delay_compensation=10.0))
-PHASES = {
-    "phases": blocks(schedule=lambda _: phases(PeriodicAverage(36))),
-    "phases_overlapped": blocks(schedule=lambda _: phases(DiLoCo(36, overlap_steps=1))),
-}
-EVERY = {**by_name, **BLOCKS, **PHASES}
+EVERY = {**by_name, **BLOCKS}
 OTHERS = {
     "codec_warmup": Recipe(codec="1bit", schedule=lambda _: Warmup(40, EveryStep())),
     "stochastic": Recipe(codec=Quantized(bits=2, stochastic=True)),

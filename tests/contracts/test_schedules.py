@@ -61,12 +61,8 @@ CAUGHT_BY = {
     broken.KeepsNoBlockResidual: schedule_contracts.check_block_sums_up,
     broken.MovesByNoise: schedule_contracts.check_block_zeros,
     broken.ContinuesWithNaN: schedule_contracts.check_block_nonfinite,
-    broken.KeepsItsBlockSize: schedule_contracts.check_growth,
-    broken.GrowsByItsOwnRate: schedule_contracts.check_growth,
-    broken.KeepsOwnMomenta: schedule_contracts.check_phases,
-    broken.ForgetsPartOfABlock: schedule_contracts.check_phases,
-    broken.LeavesBlocksSomewhereElse: schedule_contracts.check_phase_join,
-    broken.CompensatesBackwards: schedule_contracts.check_compensation,
+    broken.EndsTheWarmupLater: schedule_contracts.check_warmup,
+    broken.EndsSomewhereElse: schedule_contracts.check_warmup_join,
 }
 
 

@@ -22,8 +22,6 @@ class Auto:
         lossy: allow codecs that lose bits.
         stale: allow ``double_buffering``, whose gradients are a step late. Otherwise every
             ``p.grad`` is the mean of this step when ``backward()`` returns.
-        retune: choose again when steps have become slower. A repeated run then need not give the
-            same bits.
 
     Example:
         >>> auto = torchmn.Auto(lossy=True)  # codec=auto, schedule=auto
@@ -33,7 +31,6 @@ class Auto:
 
     lossy: bool = False
     stale: bool = False
-    retune: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

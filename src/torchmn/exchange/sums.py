@@ -283,7 +283,6 @@ def load_means(
     record: Mapping[str, Any] | None = None,
     *,
     total_weight: float | None = None,
-    sums: Mapping[Agreement, Sequence[float]] | None = None,
 ) -> Sums:
     """Return `Sums` that hold saved means, as if they had just arrived. Local.
 
@@ -292,7 +291,6 @@ def load_means(
         means: the means by parameter name; None where no rank had a gradient.
         record: their `Sums.record`.
         total_weight: the sum of the ranks' weights; default: the number of ranks.
-        sums: further sums of agreements in the footer.
 
     Raises UsageError: the means are those of other parameters.
     """
@@ -316,7 +314,7 @@ def load_means(
     presence = footer.find(Presence)
     if presence is not None:
         held[presence] = [float(means[name] is not None) for name in names]
-    footer.hold(held | dict(sums or {}))
+    footer.hold(held)
     made.next_scale = record.get("next_scale")
     made._holds_means = True
     return made

@@ -8,10 +8,8 @@ from torchmn.exchange.optimizer import MultiNodeOptimizer, resume
 from torchmn.exchange.reducer import GradientReducer
 from torchmn.exchange.schedules import (
     DoubleBuffering,
-    EveryStep,
-    GrowingBlocks,
     PeriodicAverage,
-    Phases,
+    Warmup,
 )
 
 # ---- other bits on the same number of ranks ----
@@ -99,25 +97,11 @@ class EndsBlocksLater(PeriodicAverage):
         return Recipe(num_samples=48, schedule=lambda _: cls())
 
 
-class ForgetsTheLength(PeriodicAverage):
-    """A block that had grown is as long as the first one when it is loaded."""
+class WarmsUpAgain(Warmup):
+    """Begins with the warm-up, whether it was over or not."""
 
     def __init__(self):
-        super().__init__(GrowingBlocks(block_size=24, rate=0.049, power=8))
-
-    def load_state_dict(self, state):
-        super().load_state_dict({**state, "length": {}} if state else state)
-
-    @classmethod
-    def recipe(cls, monkeypatch):
-        return Recipe(num_samples=48, schedule=lambda _: cls())
-
-
-class BeginsWithTheFirstPhase(Phases):
-    """Whatever the phase in which it was saved."""
-
-    def __init__(self):
-        super().__init__({0: EveryStep(), 24: PeriodicAverage(36), 60: EveryStep()})
+        super().__init__(24, PeriodicAverage(36))
 
     def load_state_dict(self, state):
         super().load_state_dict({})
@@ -241,8 +225,7 @@ INEXACT = (
     ForgetsLocalPasses,
     LosesUpdatesDuringTheExchange,
     EndsBlocksLater,
-    ForgetsTheLength,
-    BeginsWithTheFirstPhase,
+    WarmsUpAgain,
     IsNotTheSameAfterSaving,
 )
 LOSING = (

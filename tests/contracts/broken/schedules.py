@@ -6,11 +6,9 @@ from torchmn.exchange.schedules import (
     BlockMomentum,
     DoubleBuffering,
     EveryStep,
-    GrowingBlocks,
     PeriodicAverage,
-    Phases,
+    Warmup,
 )
-from torchmn.exchange.schedules.local_updates.growing_blocks import highest_rate
 
 
 class SumsInsteadOfMean(EveryStep):
@@ -274,76 +272,23 @@ class MovesByNoise(SmallBlocks):
             each.anchor.add_(1e-9)
 
 
-class _Growing(PeriodicAverage):
-    """Blocks of three steps of 4 samples on 3 ranks, later more."""
+class EndsTheWarmupLater(Warmup):
+    """One step later, for 4 samples per step on 3 ranks."""
 
     def __init__(self):
-        super().__init__(GrowingBlocks(block_size=36, rate=0.01, power=1, max_growth=8))
+        super().__init__(24, PeriodicAverage(36))
+
+    def _end_if_due(self):
+        return self.num_samples > self.warmup_samples and super()._end_if_due()
 
 
-class KeepsItsBlockSize(_Growing):
-    """Whatever the learning rate."""
-
-    def attach(self, reducer, inner, models):
-        super().attach(reducer, inner, models)
-        self._length.block_ended = lambda rate: False
-
-
-class GrowsByItsOwnRate(_Growing):
-    """Each rank computes the length of the next block from its own learning rate."""
-
-    def attach(self, reducer, inner, models):
-        super().attach(reducer, inner, models)
-        block_ended = self._length.block_ended
-        self._length.block_ended = lambda rate: block_ended(highest_rate(inner))
-
-
-class _BlocksInBetween(Phases):
-    """Every step, blocks, every step, for 4 samples per step on 3 ranks."""
-
-    blocks = PeriodicAverage
-
-    def __init__(self):
-        super().__init__({0: EveryStep(), 24: self.blocks(36), 72: EveryStep()})
-
-
-class KeepsOwnMomenta(_BlocksInBetween):
-    """Every rank continues after blocks with the state of its own optimizer."""
-
-    def _begin_next(self):
-        held = [{k: v.clone() for k, v in s.items()} for s in self._inner.state.values()]
-        num_in_loops = super()._begin_next()
-        for state, values in zip(self._inner.state.values(), held, strict=True):
-            state.update(values)
-        return num_in_loops
-
-
-class ForgetsPartOfABlock(_BlocksInBetween):
-    """Does not count the samples of blocks."""
-
-    def _begin_next(self):
-        num_in_loops = super()._begin_next()
-        self.began_at[-1] = self.starts[len(self.began_at) - 1]
-        return num_in_loops
-
-
-class LeavesBlocksSomewhereElse(_BlocksInBetween):
+class EndsSomewhereElse(Warmup):
     """Rank 1 does not continue where the others do."""
 
-    def _begin_next(self):
-        is_after_blocks = self.traits.replica_consistency == "per_block"
-        num_in_loops = super()._begin_next()
-        if is_after_blocks and self._comm.rank == 1:
-            self._inner.param_groups[0]["params"][0].data.mul_(1 + 2.0**-50)
-        return num_in_loops
-
-
-class CompensatesBackwards(DoubleBuffering):
-    """Subtracts the correction."""
-
     def __init__(self):
-        super().__init__(delay_compensation=100.0)
+        super().__init__(24, PeriodicAverage(36))
 
-    def attach(self, reducer, inner, models):
-        super().attach(reducer, inner, models)
-        self._late._factor *= -1
+    def flush(self):
+        super().flush()
+        if self._comm.rank == 1:
+            self._inner.param_groups[0]["params"][0].data.mul_(1 + 2.0**-50)

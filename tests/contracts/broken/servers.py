@@ -1,7 +1,5 @@
 """Wrong parameter servers, by the contract that must catch each."""
 
-from dataclasses import replace
-
 from torchmn.exchange.schedules import ParameterServer
 from torchmn.exchange.schedules.parameter_server.server import ShardServer
 
@@ -11,8 +9,9 @@ def _with(server_class):
 
 
 class _LosesAPush(ShardServer):
-    def push(self, worker, *, clock, **options):
-        return super().push(worker, clock=clock, **options | {"has_gradients": clock != 3})
+    def push(self, worker, stay, *, update, **options):
+        update = None if self._workers[worker].clock == 2 else update
+        return super().push(worker, stay, update=update, **options)
 
 
 class _StepsTwice(ShardServer):
@@ -24,11 +23,6 @@ class _StepsTwice(ShardServer):
 class _IgnoresTheBound(ShardServer):
     def _slowest(self):
         return 1000
-
-
-class _AlwaysVersionSeven(ShardServer):
-    def push(self, worker, **options):
-        return replace(super().push(worker, **options), version=7)
 
 
 class _AddsNoise(ShardServer):
@@ -50,8 +44,6 @@ StepsTwice = _with(_StepsTwice)
 """Applies every push once more."""
 IgnoresTheBound = _with(_IgnoresTheBound)
 """Lets all workers continue at once."""
-AlwaysVersionSeven = _with(_AlwaysVersionSeven)
-"""Reports that nothing is new."""
 AddsNoise = _with(_AddsNoise)
 """Changes parameters without a gradient."""
 ForgetsStateWhenItBegins = _with(_ForgetsStateWhenItBegins)
@@ -61,9 +53,9 @@ ForgetsStateWhenItBegins = _with(_ForgetsStateWhenItBegins)
 class KeepsItsOwn(ParameterServer):
     """Continues with the parameters of its last pull after a flush."""
 
-    def _finish(self):
+    def flush(self):
         before = [p.detach().clone() for _, _, p, _ in self._places]
-        super()._finish()
+        super().flush()
         if self._comm.rank == 0:
             for (_, _, parameter, _), old in zip(self._places, before, strict=True):
                 parameter.detach().copy_(old)

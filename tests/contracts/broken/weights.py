@@ -90,7 +90,7 @@ class AppliesFullMomentum(BlockMomentum):
         super().__init__(36)
 
     def partial_outer_step(self, pseudo_gradients, part):
-        self.outer_step(pseudo_gradients, part * self.current_block_size)
+        self.outer_step(pseudo_gradients, part * self.full_block_size)
 
 
 class TakesAFullOuterStep(DiLoCo):
@@ -100,7 +100,7 @@ class TakesAFullOuterStep(DiLoCo):
         super().__init__(36)
 
     def partial_outer_step(self, pseudo_gradients, part):
-        self.outer_step(pseudo_gradients, part * self.current_block_size)
+        self.outer_step(pseudo_gradients, part * self.full_block_size)
 
 
 __all__ = [

@@ -27,8 +27,8 @@ from torchmn.exchange.schedules import (
     DoubleBuffering,
     EveryStep,
     LocalUpdateSchedule,
-    Phases,
     Schedule,
+    Warmup,
 )
 
 NUM_STEPS = 8
@@ -300,7 +300,7 @@ def check_other_ranks(comm: Communicator, recipe: Recipe, left: Left) -> None:
     _require_replicas(run)
     _require_residuals(run, left)
     schedule = run.optimizer.schedule
-    if isinstance(schedule, Phases):
+    if isinstance(schedule, Warmup):
         schedule = schedule.current
     if isinstance(schedule, LocalUpdateSchedule):
         _require_blocks(run, left)

@@ -27,13 +27,11 @@ from torchmn.errors import NonFiniteGradientError
 from torchmn.exchange.optimizer import MultiNodeOptimizer, create_multi_node_optimizer
 from torchmn.exchange.optimizer.create import SCHEDULES
 from torchmn.exchange.schedules import (
-    DoubleBuffering,
     EveryStep,
-    GrowingBlocks,
     LocalUpdateSchedule,
     PeriodicAverage,
-    Phases,
     Schedule,
+    Warmup,
 )
 from torchmn.exchange.schedules.base import ReplicaConsistency
 from torchmn.exchange.schedules.local_updates.fragments import PseudoGradient
@@ -434,67 +432,31 @@ def check_block_nonfinite(comm: Communicator, make: MakeSchedule, codec: str | N
     require(bool(parameter.isfinite().all()), "the next block is not finite either")
 
 
-# ---- blocks that grow ----
+# ---- warm-up ----
 
 
-def check_growth(comm: Communicator, make: MakeSchedule, codec: str | None) -> None:
-    """Blocks are as long as the rule says for the mean of the ranks' rates, on all ranks."""
-    run = TrackedRun(comm, make, codec)
-    schedule = block_schedule(run.optimizer)
-    rule = schedule.block_size
-    if not isinstance(rule, GrowingBlocks):
-        raise ContractError(f"{schedule.block_size!r} does not grow")
-    mean_rate = 0.05 * sum(1 + rank / 10 for rank in range(comm.size)) / comm.size
-    for group in run.optimizer.param_groups:
-        group["lr"] = 0.05 * (1 + comm.rank / 10)
-    size, num_samples, highest = rule.block_size, 0, 0.0
-    sizes = set()
-    for step in range(6 * NUM_STEPS):
-        run.step(step)
-        num_samples += 4 * comm.size
-        if num_samples >= size:
-            highest = max(highest, mean_rate)
-            size, num_samples = rule.block_size if mean_rate == highest else rule.at(mean_rate), 0
-        mean_rate *= 0.7
-        got = schedule.current_block_size
-        is_right = abs(got - size) <= 1e-6 * size
-        require(is_right, f"after step {step} blocks have {got} samples instead of {size}")
-        everywhere = comm.allgather_obj(got)
-        require(len(set(everywhere)) == 1, f"blocks of {everywhere} samples after step {step}")
-        sizes.add(size)
-    require(len(sizes) > 1, f"all blocks had {sizes} samples")
-
-
-# ---- phases ----
-
-
-def check_phases(comm: Communicator, make: MakeSchedule, codec: str | None) -> None:
-    """Each phase begins with the exchange that completes its samples; replicas are as it promises.
-
-    The schedule has phases of every step for 2 steps, by blocks for at least 4, of every step.
-    """
+def check_warmup(comm: Communicator, make: MakeSchedule, codec: str | None) -> None:
+    """It ends with the exchange that completes its samples; until then all ranks are equal."""
     run = TrackedRun(comm, make, codec)
     schedule = run.optimizer.schedule
-    if not isinstance(schedule, Phases):
-        raise ContractError(f"{schedule!r} has no phases")
-    for step in range(3 * NUM_STEPS):
+    if not isinstance(schedule, Warmup):
+        raise ContractError(f"{schedule!r} has no warm-up")
+    for step in range(2 * NUM_STEPS):
         run.step(step)
         num_samples = 4 * comm.size * (step + 1)
-        begun = [start for start in schedule.starts if schedule.num_samples >= start]
-        phase = schedule.schedules[len(begun) - 1]
-        require(schedule.current is phase, f"phase {schedule.current.name} after step {step}")
+        is_due = num_samples >= schedule.warmup_samples
+        require(schedule.is_over == is_due, f"{schedule.current.name} after step {step}")
         require(schedule.num_samples <= num_samples, f"{schedule.num_samples} of {num_samples}")
         if schedule.traits.replica_consistency == "per_step":
             counted = schedule.num_samples
             require(counted == num_samples, f"{counted} samples were counted of {num_samples}")
-            run.require_replicas(f"after step {step}, in a phase of every step")
-    require(schedule.current is schedule.schedules[-1], "the last phase has not begun")
+            run.require_replicas(f"after step {step}, in the warm-up")
     run.optimizer.flush()
-    run.require_replicas("after flush()")
+    run.require_same(run.named_parameters(), "after flush()")
 
 
-def check_phase_join(comm: Communicator, make: MakeSchedule, codec: str | None) -> None:
-    """Ranks may leave their loops in any phase: replicas are equal when all have left."""
+def check_warmup_join(comm: Communicator, make: MakeSchedule, codec: str | None) -> None:
+    """Ranks may leave their loops during the warm-up: replicas are equal when all have left."""
     for longest in (3, 7, 12):
         run = TrackedRun(comm, make, codec)
         with run.optimizer.join():
@@ -506,35 +468,6 @@ def check_phase_join(comm: Communicator, make: MakeSchedule, codec: str | None) 
                 run.step(step)
         run.optimizer.flush()
         run.require_same(run.named_parameters(), f"after {longest} and 3 steps")
-
-
-# ---- delay compensation ----
-
-
-def check_compensation(comm: Communicator, make: MakeSchedule, codec: str | None) -> None:
-    """The optimizer is given g + lambda g g (w - w_then), where g is the mean of a pass."""
-    run = TrackedRun(comm, make, codec)
-    schedule = run.optimizer.schedule
-    if not isinstance(schedule, DoubleBuffering):
-        raise ContractError(f"{schedule!r} compensates for nothing")
-    held = [run.parameters()]
-    for step in range(NUM_STEPS):
-        run.step(step)
-        held.append(run.parameters())
-    run.optimizer.flush()
-    if codec not in TOLERANCE:
-        return
-    for step, (got, local) in enumerate(zip(run.applied, run.local, strict=True)):
-        means = [comm.allreduce(own, "mean") for own in local]
-        for index, mean in enumerate(means):
-            # g of pass k is computed with the parameters of the step before, and applied a step on.
-            moved = held[step + 1][index] - held[step][index]
-            expected = mean + schedule.delay_compensation * mean * mean * moved
-            error = float((got[index] - expected).abs().max())
-            bound = TOLERANCE[codec] * float(comm.allreduce(local[index].abs(), "max").max())
-            require(error <= 2 * bound, f"step {step}: gradient {index} is off by {error}")
-            is_corrected = step == 0 or float((expected - mean).abs().max()) > 10 * bound
-            require(is_corrected, f"step {step}: the correction of gradient {index} is too small")
 
 
 def _add_residuals(values: Tensor, entries: Sequence[dict[str, Any]], name: str) -> None:
@@ -554,7 +487,7 @@ def _residuals(schedule: LocalUpdateSchedule) -> list[dict[str, Any]]:
 def block_schedule(optimizer: MultiNodeOptimizer) -> LocalUpdateSchedule:
     """The optimizer's schedule, by blocks. Raises ContractError."""
     schedule = optimizer.schedule
-    if isinstance(schedule, Phases):
+    if isinstance(schedule, Warmup):
         schedule = schedule.current
     if not isinstance(schedule, LocalUpdateSchedule):
         raise ContractError(f"{schedule!r} declares blocks, but is no LocalUpdateSchedule")
@@ -580,9 +513,6 @@ class TrackedRun:
             self._inner, comm, self.model, schedule=make(), codec=codec
         )
         self.local: list[Gradients] = []
-        size = getattr(self.optimizer.schedule, "block_size", None)
-        self._decay = 0.7 if isinstance(size, GrowingBlocks) else 1.0
-        """By which the learning rate is multiplied after each step."""
 
     @property
     def applied(self) -> list[Gradients]:
@@ -600,8 +530,6 @@ class TrackedRun:
         """One step as users write it."""
         self.backward(step)
         self.optimizer.step()
-        for group in self.optimizer.param_groups:
-            group["lr"] *= self._decay
 
     def backward(self, step: int) -> None:
         """All of a step but `step` itself."""
@@ -724,45 +652,17 @@ SCHEDULE_CONTRACTS: dict[ReplicaConsistency, tuple[Contract, ...]] = {
 
 
 OPTION_CONTRACTS: dict[str, tuple[Callable[[int], Schedule], tuple[Contract, ...]]] = {
-    "growing": (
-        lambda size: PeriodicAverage(
-            GrowingBlocks(block_size=12 * size, rate=0.01, power=1, max_growth=8)
-        ),
-        (check_growth, *SCHEDULE_CONTRACTS["per_block"]),
+    "warm-up": (
+        lambda size: Warmup(8 * size, PeriodicAverage(12 * size)),
+        (check_warmup, check_warmup_join, check_resume),
     ),
-    "growing, streamed": (
-        lambda size: PeriodicAverage(
-            GrowingBlocks(block_size=12 * size, rate=0.01, power=1, max_growth=8),
-            overlap_steps=2,
-            num_fragments=2,
-        ),
-        SCHEDULE_CONTRACTS["per_block"],
+    "warm-up, overlapped": (
+        lambda size: Warmup(8 * size, PeriodicAverage(12 * size, overlap_steps=2, num_fragments=2)),
+        (check_warmup, check_warmup_join, check_resume),
     ),
-    "phases": (
-        lambda size: Phases(
-            {0: EveryStep(), 8 * size: PeriodicAverage(12 * size), 24 * size: EveryStep()}
-        ),
-        (check_phases, check_phase_join, check_resume),
-    ),
-    "phases, overlapped": (
-        lambda size: Phases(
-            {
-                0: EveryStep(exact=True),
-                8 * size: PeriodicAverage(12 * size, overlap_steps=2, num_fragments=2),
-                24 * size: EveryStep(),
-            }
-        ),
-        (check_phases, check_phase_join, check_resume),
-    ),
-    "delay compensation": (
-        lambda size: DoubleBuffering(delay_compensation=100.0),
-        (
-            check_compensation,
-            check_replicas,
-            check_resume,
-            check_zeros,
-            check_nonfinite,
-        ),
+    "warm-up of a codec": (
+        lambda size: Warmup(8 * size, EveryStep()),
+        (check_warmup, check_warmup_join, check_resume),
     ),
 }
 """By option, a schedule for a number of ranks, and the contracts that it is held to."""

@@ -15,30 +15,30 @@ from tests.limits import limit
 from torchmn.comm import Communicator
 from torchmn.control.script import frames_of_script, show_exception, traceback_text, whole_text
 from torchmn.errors import PeerLostError, TimeLimitError, UsageError
-from torchmn.exchange.schedules import DoubleBuffering
+from torchmn.exchange.schedules import ParameterServer
 from torchmn.testing import run_ranks
 
 
-def error_of(delay_compensation: float) -> UsageError:
+def error_of(max_staleness: int) -> UsageError:
     with pytest.raises(UsageError) as caught:
-        DoubleBuffering(delay_compensation=delay_compensation)
+        ParameterServer(max_staleness=max_staleness)
     return caught.value
 
 
 def test_the_users_code_alone_is_shown() -> None:
-    text = traceback_text(error_of(-1.0))
+    text = traceback_text(error_of(-1))
     first, *frames, note, message = text.splitlines()
     assert first == "Traceback (most recent call last):"
     assert f'File "{__file__}"' in frames[0]
-    assert "DoubleBuffering(delay_compensation=delay_compensation)" in frames[1]
+    assert "ParameterServer(max_staleness=max_staleness)" in frames[1]
     assert note == "  (frames of torchmn and torch: 1; TORCHMN_TRACEBACK=1 shows them)"
-    assert message.startswith("torchmn.errors.UsageError: delay_compensation=-1.0 must be")
-    assert "double_buffering.py" not in text
+    assert message.startswith("torchmn.errors.UsageError: max_staleness=-1 must not be")
+    assert "parameter_server" not in text
 
 
 def test_a_variable_keeps_all_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHMN_TRACEBACK", "1")
-    assert "double_buffering.py" in traceback_text(error_of(-1.0))
+    assert "parameter_server" in traceback_text(error_of(-1))
 
 
 def test_nothing_is_folded_without_frames_of_torchmn_and_torch() -> None:
@@ -209,6 +209,6 @@ def test_a_hook_of_the_script_gets_the_whole_exception() -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         seen.append((kind, error, trace))
 
-    error = error_of(-1.0)
+    error = error_of(-1)
     show_exception(error, hook)
     assert seen == [(UsageError, error, error.__traceback__)]

@@ -55,23 +55,16 @@ NUM_TIMED = 4
 MAX_TRIALS = 4
 WITHIN = 1.5  # plans up to this multiple of the best prediction are tried
 MARGIN = 1.02  # the default plan is kept unless another one is this much faster in all its turns
-DRIFT = 1.25  # with Auto(retune=True): measure again when steps are this much slower than planned
-RETUNE_STEPS = 200
 BUCKET_BYTES = (MiB, 4 * MiB, 16 * MiB)
 _POLL_S = 0.0005
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSpace:
-    """The candidate schedules and codecs, the default ones first.
-
-    ``retune``: measure again when steps have become slower. A repeated run then need not give the
-    same bits.
-    """
+    """The candidate schedules and codecs, the default ones first."""
 
     schedules: Mapping[str, Callable[[], Schedule]]
     codecs: Sequence[str]
-    retune: bool = False
 
     def plans(self) -> list[Plan]:
         """All combinations of schedule, codec and bucket size, the default ones first."""
@@ -104,7 +97,6 @@ class Autotuner(Schedule):
         self.plan: Plan | None = None  # the selected plan; None during the measurements
         self.reason = ""  # why the plan was selected, in three lines
         self.trials: list[Trial] = []
-        self.planned_s = 0.0  # seconds of a step with the selected plan, as measured in its trial
         self._untried: list[Plan] = []
         self._trying: Plan | None = None
         self._must_start_over = False
@@ -136,7 +128,7 @@ class Autotuner(Schedule):
         """See `Schedule.backward_ended`."""
         if self._exchange.num_in_step:
             self._excluded[DOUBLE_BUFFERING] = "two backward passes before a step"
-        if self._has_decided:
+        if self.plan is not None:
             self.current.backward_ended()
             return
         with self._timer.waiting():
@@ -172,23 +164,15 @@ class Autotuner(Schedule):
         """See `Schedule.close`."""
         self.current.close()
 
-    @property
-    def _has_decided(self) -> bool:
-        """Whether nothing is measured any more."""
-        return self.plan is not None and not self.space.retune
-
     def _step_ended(self) -> None:
         if self._must_start_over:
             self._start_over()
             return
-        if self._has_decided:
+        if self.plan is not None:  # nothing is measured any more
             return
         self._timer.step_ended()
         num_steps = self._timer.num_steps
-        if self.plan is not None:
-            if num_steps == RETUNE_STEPS:
-                self._check_drift()
-        elif self._trying is not None:
+        if self._trying is not None:
             num_warm_up = 1 + self.traits.staleness_steps
             if num_steps == num_warm_up + NUM_TIMED:
                 self.trials.append(Trial(self._trying, self._slowest_s()))
@@ -275,7 +259,6 @@ class Autotuner(Schedule):
         tried = ", ".join(f"{plan} {min(own) * 1e3:.1f} ms" for plan, own in turns.items())
         if len(turns) > 1 and best == self._default:
             tried += f"; the first is kept, as none was {MARGIN - 1:.0%} faster in both turns"
-        self.planned_s = min(turns[best])
         self._decide(best, f"{self.reason}\ntried: {tried}")
 
     def _decide(self, plan: Plan, why: str) -> None:
@@ -284,13 +267,6 @@ class Autotuner(Schedule):
         comm = self._reducer.comm
         comm.logger(__name__).info("auto selected %s", self.reason)
         self._use(plan)
-
-    def _check_drift(self) -> None:
-        step_s = self._slowest_s()
-        self.planned_s = self.planned_s or step_s
-        self._timer.restart()
-        if step_s > DRIFT * self.planned_s:
-            self._start_over()
 
     def _use(self, plan: Plan) -> None:
         """Continue with a plan. *Collective*, between two steps.
@@ -320,11 +296,7 @@ class Autotuner(Schedule):
         """Return the state of the schedule in use, its plan, and whether it was selected. Local."""
         return {
             **self.current.state_dict(),
-            "tuner": {
-                "using": asdict(self._using),
-                "planned_s": self.planned_s,
-                "is_selected": self.plan is not None,
-            },
+            "tuner": {"using": asdict(self._using), "is_selected": self.plan is not None},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -342,7 +314,6 @@ class Autotuner(Schedule):
             self._start_over()
         elif state["is_selected"]:
             self._decide(Plan(**state["using"]), "the plan was saved with the state")
-            self.planned_s = state["planned_s"]
         else:
             self._start_over()
             self._use(Plan(**state["using"]))

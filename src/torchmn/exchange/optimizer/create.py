@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal
 
 from torch.nn.parallel import DistributedDataParallel
@@ -21,7 +21,6 @@ from torchmn.base.names import (
 )
 from torchmn.comm import Communicator
 from torchmn.comm.codecs import Codec
-from torchmn.comm.local_tensors import is_distributed
 from torchmn.exchange.auto.tuner import Autotuner, SearchSpace
 from torchmn.exchange.bucket_set import Reduction
 from torchmn.exchange.codec_state import own_codec, warn_if_it_encodes_nothing
@@ -30,7 +29,6 @@ from torchmn.exchange.optimizer.model_checks import compare_random_numbers, find
 from torchmn.exchange.optimizer.multi_node_optimizer import MultiNodeOptimizer
 from torchmn.exchange.optimizer.trained_objects import Trained, modules_of
 from torchmn.exchange.options import Auto, GradientOptions, Weight
-from torchmn.exchange.replicas import parameters_of
 from torchmn.exchange.schedules.base import Schedule
 from torchmn.exchange.schedules.double_buffering import DoubleBuffering
 from torchmn.exchange.schedules.every_step import EveryStep
@@ -142,10 +140,8 @@ def create_multi_node_optimizer(
     coded: str | Codec | Auto | None = _or_auto(codec)
     if isinstance(name, str):
         raise_if_unknown("schedule", name, [AUTO, *SCHEDULES])
-    candidates: list[Schedule] = []
     if isinstance(name, Auto) or isinstance(coded, Auto):
         space = _search_space(name, coded, comm)
-        candidates = [make() for make in space.schedules.values()]
         name, coded = Autotuner(space), space.codecs[0]
     chosen = SCHEDULES[name]() if isinstance(name, str) else name
     if reduction == "sum" and chosen.traits.has_own_steps:
@@ -167,8 +163,6 @@ def create_multi_node_optimizer(
             "gradients by itself. Give the module inside it (model.module) and drop the wrapper, "
             "or stay with it and use torchmn.exchange.optimizer.ddp_hook."
         )
-    if any(is_distributed(p) for p in parameters_of(optimizer)):
-        _raise_if_whole_only(comm, [chosen, *candidates])
     chains = find_chains(models, comm, max_grad_norm)
     form = own_codec(coded, comm)
     is_counted = weight is None
@@ -180,24 +174,12 @@ def create_multi_node_optimizer(
     if may_differ or (is_counted and chosen.traits.counts_samples):
         made.sample_weights.follow_loaders()
     compare_random_numbers(comm, models)
-    pushes = isinstance(chosen, ParameterServer)  # between all ranks
-    if codec is not None and not (pushes or isinstance(chosen, Autotuner)):
+    if codec is not None and not isinstance(chosen, Autotuner):
         warn_if_it_encodes_nothing(form, comm)
     comm.logger(__name__).debug(
         "optimizer: %s, %s", type(chosen).__name__, "float32" if form is None else form.name
     )
     return made
-
-
-def _raise_if_whole_only(comm: Communicator, schedules: Sequence[Schedule]) -> None:
-    """Raise UnsupportedError if a schedule needs parameters that are whole on every rank."""
-    for schedule in schedules:
-        if not schedule.traits.takes_shards:
-            raise UnsupportedError(
-                f"{comm.rank_label}: {schedule.name} updates parameters on other ranks, and "
-                "those of this model are sharded (DTensors), of which each rank holds a part. Use "
-                "'every_step', 'double_buffering' or a schedule of blocks, such as 'diloco'."
-            )
 
 
 def _or_auto(value: Any) -> Any:
@@ -258,5 +240,4 @@ def _search_space(
     return SearchSpace(
         schedules={name: SCHEDULES[name] for name in schedules},
         codecs=codecs,
-        retune=any(each.retune for each in given),
     )

@@ -7,21 +7,18 @@ from torchmn.exchange.schedules.every_step import EveryStep
 from torchmn.exchange.schedules.local_updates.base import LocalUpdateSchedule
 from torchmn.exchange.schedules.local_updates.block_momentum import BlockMomentum
 from torchmn.exchange.schedules.local_updates.diloco import DiLoCo
-from torchmn.exchange.schedules.local_updates.growing_blocks import GrowingBlocks
 from torchmn.exchange.schedules.local_updates.periodic_average import PeriodicAverage
 from torchmn.exchange.schedules.parameter_server.schedule import ParameterServer
-from torchmn.exchange.schedules.phases import Phases, Warmup
+from torchmn.exchange.schedules.warmup import Warmup
 
 __all__ = [
     "BlockMomentum",
     "DiLoCo",
     "DoubleBuffering",
     "EveryStep",
-    "GrowingBlocks",
     "LocalUpdateSchedule",
     "ParameterServer",
     "PeriodicAverage",
-    "Phases",
     "Schedule",
     "ScheduleName",
     "Traits",

@@ -32,14 +32,12 @@ class Traits:
     name: str
     num_sets: int = 1
     """Number of bucket sets that it uses in turns; 0 if gradients are not exchanged."""
-    takes_shards: bool = True
-    """Whether it accepts DTensor parameters, of which each rank holds a part."""
     serves: bool = False
     """Whether this rank only serves the others and does not train."""
     averages_gradients: bool = True
-    """Whether it uses means of the ranks' gradients of a step, at least in one phase."""
+    """Whether it uses means of the ranks' gradients of a step, at least at first."""
     has_own_steps: bool = False
-    """Whether each rank steps with its own gradients, at least in one phase."""
+    """Whether each rank steps with its own gradients, at least later on."""
     staleness_steps: int = 0
     """Number of steps by which a gradient is applied late; 0 if ``p.grad`` is that of the last
     backward pass."""

@@ -14,10 +14,6 @@ is saved.
 
     step k:      w_{k+1} = w_k - update(mean(g_{k-1}));  note c = update(own g_k)
     pass k+1:    g_{k+1} is computed at w_{k+1} - c;  after it the parameters are w_{k+1} again
-
-``delay_compensation=lambda`` corrects the late mean instead (see `DelayCompensation`):
-
-    backward k:  p.grad <- g + lambda g g (w_k - w_{k-1}),    g = mean(g_{k-1})
 """
 
 from __future__ import annotations
@@ -28,7 +24,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from torchmn.base.errors import RankMismatchError, UnsupportedError, UsageError
+from torchmn.base.errors import RankMismatchError, UnsupportedError
 from torchmn.base.names import DOUBLE_BUFFERING
 from torchmn.comm import Communicator
 from torchmn.exchange.agreements.facts import LateRanks
@@ -37,8 +33,7 @@ from torchmn.exchange.gradient_memory import GradientState
 from torchmn.exchange.means import Means
 from torchmn.exchange.reducer import GradientReducer
 from torchmn.exchange.schedules.base import Schedule, Traits
-from torchmn.exchange.schedules.eager_step import EagerStep
-from torchmn.exchange.schedules.late_means import DelayCompensation, LateMeans
+from torchmn.exchange.schedules.eager_step import EagerStep, LateMeans
 from torchmn.exchange.sums import Sums
 
 
@@ -54,12 +49,6 @@ class DoubleBuffering(Schedule):
             `backward`; at any other time all ranks hold the same parameters. Call the model that
             was passed to `create_multi_node_optimizer`, not parts of it. Hooks of the optimizer see
             steps with means only. Not supported if ranks hold parts of parameters.
-        delay_compensation: lambda of the term lambda * g * g * (w - w_then) that is added to a
-            late mean g, where w_then are the parameters at which it was computed; 0 adds none.
-            It costs a copy of the parameters, and cannot be combined with ``eager``, which
-            `recommended` uses (``docs/explain/recipes.md``).
-
-    Raises UsageError: ``delay_compensation`` is negative or not finite, or given with ``eager``.
 
     Example:
         >>> model = torch.nn.Linear(3, 1)
@@ -71,16 +60,8 @@ class DoubleBuffering(Schedule):
 
     traits = Traits(name=DOUBLE_BUFFERING, num_sets=2, staleness_steps=1)
 
-    def __init__(self, *, eager: bool = False, delay_compensation: float = 0.0) -> None:
-        if not 0 <= delay_compensation < float("inf"):
-            raise UsageError(f"delay_compensation={delay_compensation} must be 0 or positive.")
-        if eager and delay_compensation:
-            raise UsageError(
-                f"eager=True and delay_compensation={delay_compensation} cannot be combined: with "
-                "eager a gradient is computed about where its mean is applied. Use one of them."
-            )
+    def __init__(self, *, eager: bool = False) -> None:
         self.eager = eager
-        self.delay_compensation = delay_compensation
         self._pending: Sums | None = None
         self._has_mean = False
         """Whether ``p.grad`` holds a mean that the next step applies."""
@@ -102,8 +83,7 @@ class DoubleBuffering(Schedule):
     ) -> None:
         """See `Schedule.attach`.
 
-        Raises UnsupportedError: ``eager`` with a model of which ranks hold parts, delay
-        compensation with sparse gradients, or LBFGS.
+        Raises UnsupportedError: ``eager`` with a model of which ranks hold parts, or LBFGS.
         """
         if isinstance(inner, LBFGS):
             raise UnsupportedError(
@@ -112,22 +92,12 @@ class DoubleBuffering(Schedule):
                 "schedule='every_step'."
             )
         super().attach(reducer, inner, models)
-        exchange, parameters = self._exchange, reducer.parameters
-        rank_label = self._comm.rank_label
+        exchange = self._exchange
         self._late = LateMeans(inner)
         # The number of ranks whose gradients are added without being divided.
         self._num_added = reducer.comm.size if exchange.reduction == "sum" else 1
-        if self.delay_compensation:
-            if parameters.sparse:
-                names = [name for name, _ in parameters.sparse]
-                raise UnsupportedError(
-                    f"{rank_label}: DoubleBuffering(delay_compensation={self.delay_compensation}) "
-                    f"needs dense gradients, and those of {names[:3]} are sparse. Use "
-                    "sparse=False, or no compensation."
-                )
-            factor = self.delay_compensation / self._num_added
-            self._late = DelayCompensation(inner, factor, parameters.trained)
         if self.eager:
+            parameters, rank_label = reducer.parameters, self._comm.rank_label
             if parameters.are_sharded or parameters.mesh.has_parallel_layers:
                 raise UnsupportedError(
                     f"{rank_label}: DoubleBuffering(eager=True) compares norms of whole gradients "
@@ -219,7 +189,7 @@ class DoubleBuffering(Schedule):
         self._inner.step()
 
     def _assign(self, means: Sums) -> None:
-        """Set every ``p.grad`` to its late mean, with the correction that was asked for.
+        """Set every ``p.grad`` to its late mean.
 
         Raises RankMismatchError: in the step in which the exchange of these means began, the script
         changed this rank's gradients, and some other rank had none to change.
@@ -227,7 +197,6 @@ class DoubleBuffering(Schedule):
         self._exchange.assign(means)
         if means.footer.get(LateRanks).are_some_late and self._was_changed:
             raise RankMismatchError(f"{self._comm.rank_label}: {CHANGED_AND_LATE}")
-        self._late.mean_assigned()
 
     def close(self) -> None:
         """See `Schedule.close`."""
@@ -236,8 +205,7 @@ class DoubleBuffering(Schedule):
     def state_dict(self) -> dict[str, Any]:
         """See `Schedule.state_dict`: the means that the next step will apply, by name.
 
-        With ``eager`` also the change of a step with this rank's own gradient; with delay
-        compensation the parameters at which the means were computed.
+        With ``eager`` also the change of a step with this rank's own gradient.
         """
         if self._pending is None:
             return {}

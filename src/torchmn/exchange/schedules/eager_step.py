@@ -32,7 +32,6 @@ from torchmn.base.warn import warn
 from torchmn.exchange.model_hooks import ModelHooks
 from torchmn.exchange.replica_divergence import bits_of
 from torchmn.exchange.replicas import parameters_of
-from torchmn.exchange.schedules.late_means import LateMeans
 from torchmn.exchange.schedules.trial_step import trial_step
 
 Named = Sequence[tuple[str, nn.Parameter]]
@@ -41,6 +40,40 @@ _NOT_COMPILED = (
     "DoubleBuffering(eager=True) changes parameters before the model runs. Leave fullgraph=True "
     "out, or compile the model before create_multi_node_optimizer"
 )
+
+
+class LateMeans:
+    """Steps with late means only. All methods are local."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self._inner = inner
+
+    def pass_ended(self) -> None:
+        """Called when a backward pass has ended, whose mean will be applied a step late."""
+
+    def step(self, own: Mapping[Tensor, Tensor], scale: float) -> None:
+        """Apply the means in ``p.grad``.
+
+        ``own`` and ``scale`` are used by `EagerStep`: this rank's gradients of the following pass,
+        and their size relative to a mean.
+        """
+        self._inner.step()
+
+    def remove(self) -> None:
+        """Restore the parameters that all ranks hold, before they are read."""
+
+    def forget(self) -> None:
+        """Discard a step with this rank's own gradients of the last pass."""
+
+    def close(self) -> None:
+        """Stop watching."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that belongs to the pending mean."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`; an empty dict starts from scratch."""
 
 
 class EagerStep(LateMeans):

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from torchmn.base.errors import PerformanceWarning, RankMismatchError, ResultWarning
 from torchmn.base.names import EVERY_STEP
@@ -25,10 +24,6 @@ from torchmn.exchange.sparse_gradients import sparse_gradient
 class EveryStep(Schedule):
     """Gradients are averaged at each backward pass.
 
-    Args:
-        exact: send gradients unencoded even if the optimizer has a codec, for a phase of `Phases`
-            in which a codec or local steps would cost accuracy.
-
     Example:
         >>> model = torch.nn.Linear(3, 1)
         >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -37,17 +32,8 @@ class EveryStep(Schedule):
 
     traits = Traits(name=EVERY_STEP)
 
-    def __init__(self, *, exact: bool = False) -> None:
-        self.exact = exact
+    def __init__(self) -> None:
         self._has_warned = False
-
-    def attach(
-        self, reducer: GradientReducer, inner: Optimizer, models: Sequence[nn.Module]
-    ) -> None:
-        """See `Schedule.attach`."""
-        super().attach(reducer, inner, models)
-        if self.exact and reducer.codec is not None:
-            reducer.reconfigure(reducer.comm, None)
 
     def backward_ended(self) -> None:
         """See `Schedule.backward_ended`."""

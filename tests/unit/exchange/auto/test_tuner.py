@@ -243,21 +243,6 @@ def test_ranks_whose_data_end_early_decide_too() -> None:
     assert all(equal(result, results[0]) for result in results)
 
 
-def test_drift_leads_to_a_new_plan(monkeypatch) -> None:
-    monkeypatch.setattr(tuner, "RETUNE_STEPS", 5)
-    monkeypatch.setattr(tuner, "DRIFT", 1e3)
-
-    def rank_main(comm):
-        model, optimizer = wrap(comm, codec=Auto(retune=True))
-        train(model, optimizer, comm.rank, range(MAX_STEPS))
-        assert optimizer.tuner.plan is not None
-        optimizer.tuner.planned_s = 1e-9  # as if the network had been so much faster
-        train(model, optimizer, comm.rank, range(5))
-        assert optimizer.tuner.plan is None
-
-    run_ranks(rank_main, 2)
-
-
 @pytest.mark.parametrize(
     ("options", "text"),
     [

@@ -18,10 +18,9 @@ from torchmn.errors import ResultWarning
 from torchmn.exchange.schedules import (
     BlockMomentum,
     DiLoCo,
-    EveryStep,
     PeriodicAverage,
-    Phases,
     Schedule,
+    Warmup,
 )
 from torchmn.testing import run_ranks
 
@@ -32,7 +31,7 @@ SCHEDULES: dict[str, Callable[[], Schedule]] = {
     "overlapped": lambda: PeriodicAverage(BLOCK, overlap_steps=2),
     "block_momentum": lambda: BlockMomentum(BLOCK),
     "diloco": lambda: DiLoCo(BLOCK, num_fragments=2),
-    "after_every_step": lambda: Phases({0: EveryStep(), 8: PeriodicAverage(BLOCK)}),
+    "after_every_step": lambda: Warmup(8, PeriodicAverage(BLOCK)),
 }
 Read = Callable[[nn.Module, Any], object]
 

@@ -103,8 +103,6 @@ class TestWhatIsEncoded:
             assert f"between {between}" in text
 
     @pytest.mark.filterwarnings("error")
-    @pytest.mark.parametrize(
-        "options", [{}, {"codec": "float32"}, {"codec": "int8", "schedule": "parameter_server"}]
-    )
+    @pytest.mark.parametrize("options", [{}, {"codec": "float32"}])
     def test_where_no_warning_is_needed(self, options: dict[str, object]) -> None:
         run_ranks(lambda comm: wrap(comm, **options).close(), 2, name="hierarchical")

@@ -27,10 +27,6 @@ block of fragment f is shorter than all later ones. Each has its own anchor and 
 Differences: the paper puts every F-th layer into a fragment and blends ``a`` with w_i(t+k); here
 changes made meanwhile are kept entirely, and nothing is lost or counted twice.
 
-Blocks of varying length (``block_size=GrowingBlocks(...)``): the exchange of the last fragment
-brings the learning rate that determines the length of the next block (see `growing_blocks`). With
-overlap that block has begun by then; only its end depends on it.
-
 Within nodes (``intra_node="every_step"``): the ranks of a node train as one worker, with the mean
 of their gradients at every step, and blocks are exchanged between nodes.
 """
@@ -67,11 +63,6 @@ from torchmn.exchange.schedules.local_updates.fragments import (
     split_into_fragments,
     trained_and_frozen,
 )
-from torchmn.exchange.schedules.local_updates.growing_blocks import (
-    BlockLength,
-    GrowingBlocks,
-    highest_rate,
-)
 from torchmn.exchange.schedules.local_updates.outer_momentum import (
     OuterState,
     take_partial_step,
@@ -80,8 +71,6 @@ from torchmn.exchange.schedules.local_updates.resharding import reshard_blocks
 from torchmn.exchange.schedules.local_updates.within_node import IntraNodeAverage
 
 IntraNode = Literal["every_step"]
-BlockSize = float | GrowingBlocks
-"""A number of samples over all workers, constant or growing."""
 DEFAULT_SAMPLES_PER_WORKER = 512
 """Samples of each worker in a block if no size is given: 16 steps with batches of 32."""
 
@@ -90,7 +79,7 @@ class LocalUpdateSchedule(Schedule):
     """The base class of local-update schedules. A subclass defines `outer_step`.
 
     Args:
-        block_size: in samples over all workers, or `GrowingBlocks`; default: 512 per worker.
+        block_size: in samples over all workers; default: 512 per worker.
         overlap_steps: number of steps during which the exchange is pending; 0 waits for it.
         num_fragments: number of parts of the parameters, exchanged one after another.
         eager: with ``overlap_steps``, apply the momentum of the outer step before the exchange.
@@ -113,19 +102,21 @@ class LocalUpdateSchedule(Schedule):
 
     def __init__(
         self,
-        block_size: BlockSize | None = None,
+        block_size: float | None = None,
         *,
         overlap_steps: int = 0,
         num_fragments: int = 1,
         eager: bool = False,
         intra_node: IntraNode | None = None,
     ) -> None:
-        if block_size is not None and not isinstance(block_size, GrowingBlocks):
+        if block_size is not None:
             _check("block_size", 0 < block_size < math.inf, block_size, "above 0")
         _check("overlap_steps", overlap_steps >= 0, overlap_steps, "0 or more")
         _check("num_fragments", num_fragments >= 1, num_fragments, "1 or more")
         _check("intra_node", intra_node in (None, "every_step"), intra_node, "'every_step' or None")
         self.block_size = block_size
+        self.full_block_size: float
+        """Samples over all workers in a full block: ``block_size``, or the default for them."""
         self.overlap_steps = overlap_steps
         self.num_fragments = num_fragments
         self.eager = eager
@@ -134,17 +125,15 @@ class LocalUpdateSchedule(Schedule):
         """Samples over all workers in all exchanges so far. The same on all ranks."""
         self.anchors: dict[str, Tensor] = {}
         """The parameters at which the block began, by name. The same on all ranks."""
-        self.is_flushed = False
-        """Whether all ranks ended their blocks in the last exchange. The same on all ranks."""
         self._node: IntraNodeAverage | None = None
         self._codec: Codec | None = None
         self._fragments: list[Fragment] = []
-        self._order = FragmentSchedule(num_fragments, math.inf)
+        self._order: FragmentSchedule
         self._pending: Fragment | None = None
         """The fragment whose exchange is pending."""
         self._has_anchors = self._are_anchors_verified = False
         self._num_missed_steps = 0
-        """Number of steps of an earlier phase that this rank missed, as it had left its loop."""
+        """Number of steps of a warm-up that this rank missed, as it had left its loop."""
         self._known = ParameterSample([])
         """A sample of the parameters, taken when a model is about to load a state."""
         self._is_resumed = False
@@ -204,10 +193,10 @@ class LocalUpdateSchedule(Schedule):
         """
         super().attach(reducer, inner, models)
         comm, self._codec = reducer.comm, reducer.codec
-        self._length = BlockLength(self.block_size or DEFAULT_SAMPLES_PER_WORKER * comm.size)
-        if self.current_block_size < comm.size:
+        self.full_block_size = float(self.block_size or DEFAULT_SAMPLES_PER_WORKER * comm.size)
+        if self.full_block_size < comm.size:
             raise UsageError(
-                f"{comm.rank_label}: block_size={self.current_block_size:g} samples over all "
+                f"{comm.rank_label}: block_size={self.full_block_size:g} samples over all "
                 f"workers is less than one for each of the {comm.size} workers. Make it larger."
             )
         if self.intra_node is not None:
@@ -244,12 +233,16 @@ class LocalUpdateSchedule(Schedule):
         self._known = ParameterSample(parameters)
         parts = split_into_fragments(parameters, self.num_fragments)
         codecs = new_codecs(self._codec, parts, self._fragments)
+        size, num_workers = self.full_block_size, self._comm.size
+        # A power of two: sums stay near the size of pseudo-gradients, and the bits of a mean do not
+        # depend on it.
+        scale = weight_scale(size / num_workers, 1)
         self._fragments = [
-            Fragment(self._comm, codec, part, self.anchors)
+            Fragment(self._comm, codec, part, self.anchors, scale)
             for codec, part in zip(codecs, parts, strict=True)
         ]
-        self._order.restart()
-        self._size_blocks()
+        share = size * self._num_sharing / num_workers
+        self._order = FragmentSchedule(self.num_fragments, share)
         self._has_anchors = self._are_anchors_verified = False
         self.on_anchors_created()
 
@@ -339,11 +332,6 @@ class LocalUpdateSchedule(Schedule):
     # ---- blocks ----
 
     @property
-    def current_block_size(self) -> float:
-        """The size of the current block in samples over all workers. The same on all ranks."""
-        return self._length.current
-
-    @property
     def _num_sharing(self) -> int:
         """The number of ranks that train as one worker together with this one, including it."""
         return 1 if self._node is None else self._node.num_ranks
@@ -354,15 +342,6 @@ class LocalUpdateSchedule(Schedule):
         if not self._fragments or self._comm.size == self._num_sharing:
             return False
         return self._pending is not None or any(each.num_samples for each in self._fragments)
-
-    def _size_blocks(self) -> None:
-        """Let the current block end when `current_block_size` samples are processed."""
-        size, num_workers = self._length.current, self._comm.size
-        self._order.share = size * self._num_sharing / num_workers
-        for fragment in self._fragments:
-            # A power of two: sums stay near the size of pseudo-gradients, and the bits of a mean do
-            # not depend on it.
-            fragment.scale = weight_scale(size / num_workers, 1)
 
     def _take_anchors(self) -> None:
         """Begin a block, unless one is under way. Called before its first step or exchange.
@@ -414,7 +393,6 @@ class LocalUpdateSchedule(Schedule):
             for _ in self._fragments[1:]:
                 self._start_exchange(0, is_active=False)
             self._order.restart()
-            self.is_flushed = True
             if self._node is not None:
                 self._node.restart()
         return num_active
@@ -428,15 +406,13 @@ class LocalUpdateSchedule(Schedule):
         """
         self._finish_exchange()
         self._verify_anchors()
-        self.is_flushed = False
         fragment = self._fragments[self._order.advance()]
         weight, node = fragment.num_samples, self._node
         # Each rank of a node has counted the samples of all its ranks. One that missed steps has
         # outdated parameters and contributes nothing.
         if node is not None:
             weight = 0.0 if node.num_missed_steps else weight / max(1, node.num_active)
-        rate = highest_rate(self._inner)
-        fragment.pack(weight, rate, is_active=is_active, step=self._reducer.step)
+        fragment.pack(weight, is_active=is_active, step=self._reducer.step)
         self._pending = fragment
         if overlap_steps and self.eager:
             fragment.move(self._momentum(fragment.pseudo_gradients()))
@@ -453,7 +429,7 @@ class LocalUpdateSchedule(Schedule):
         return take_partial_step(zeros, 0, self._full_step, self.outer_state_tensors)
 
     def _full_step(self, pseudo_gradients: Sequence[PseudoGradient]) -> None:
-        self.outer_step(pseudo_gradients, self.current_block_size)
+        self.outer_step(pseudo_gradients, self.full_block_size)
 
     def _finish_exchange(self) -> None:
         """Wait for the pending exchange, if there is one, and make the outer step. *Collective.*"""
@@ -469,7 +445,7 @@ class LocalUpdateSchedule(Schedule):
         num_samples = sums.total_weight
         if num_samples:
             sums.wait()
-            part = num_samples / self.current_block_size
+            part = num_samples / self.full_block_size
             with torch.no_grad():
                 if part < 1:
                     self.partial_outer_step(fragment.pseudo_gradients(), part)
@@ -480,8 +456,6 @@ class LocalUpdateSchedule(Schedule):
         fragment.restart()
         if self.resets_momentum:
             reset_momentum_(self._inner.state, fragment.parameters)
-        if fragment is self._fragments[-1] and self._length.block_ended(fragment.mean_rate):
-            self._size_blocks()
 
     def _discard_block(self, fragment: Fragment) -> None:
         """Return to the anchors on all ranks, as the block was not finite on some rank."""
@@ -494,7 +468,7 @@ class LocalUpdateSchedule(Schedule):
     def _verify_anchors(self) -> None:
         """Check once, before the first exchange, that anchors are bit-identical. *Collective.*
 
-        A rank that had left its loop in an earlier phase copies the anchors of another rank. Raises
+        A rank that had left its loop in a warm-up copies the anchors of another rank. Raises
         RankMismatchError on all ranks: the anchors differ.
         """
         if self._are_anchors_verified:
@@ -531,7 +505,6 @@ class LocalUpdateSchedule(Schedule):
             "anchors": {n: a.clone() for n, a in self.anchors.items()} if has_anchors else {},
             "outer": self.outer_state_dict(),
             "order": self._order.state_dict(),
-            "length": self._length.state_dict(),
             "num_sharing": self._node.num_active if self._node is not None else 1,
             "fragments": [
                 fragment.state_dict(is_pending=fragment is self._pending, has_anchors=has_anchors)
@@ -566,7 +539,7 @@ class LocalUpdateSchedule(Schedule):
         self._is_resumed = True
         node, fragments = self._node, self._fragments
         self._order.restart()
-        self._are_anchors_verified, self._num_missed_steps, self.is_flushed = False, 0, False
+        self._are_anchors_verified, self._num_missed_steps = False, 0
         if node is not None:
             node.restart()
             node.num_active = state.get("num_sharing", 1)
@@ -575,8 +548,6 @@ class LocalUpdateSchedule(Schedule):
         for name, value in state.get("anchors", {}).items():
             self.anchors[name].copy_(value)
         self._has_anchors = bool(state.get("anchors"))
-        self._length.load_state_dict(state.get("length", {}))
-        self._size_blocks()
         if state:
             self._order.load_state_dict(state["order"])
         for index, fragment in enumerate(fragments):

@@ -31,7 +31,7 @@ from typing import Any
 from torch import Tensor
 
 from torchmn.base.errors import UsageError
-from torchmn.exchange.schedules.local_updates.base import BlockSize, IntraNode, LocalUpdateSchedule
+from torchmn.exchange.schedules.local_updates.base import IntraNode, LocalUpdateSchedule
 from torchmn.exchange.schedules.local_updates.fragments import PseudoGradient
 from torchmn.exchange.schedules.local_updates.outer_momentum import OuterState
 
@@ -41,8 +41,7 @@ class BlockMomentum(LocalUpdateSchedule):
 
     Args:
         block_size: see `LocalUpdateSchedule`, also for the last four arguments.
-        block_momentum_as_time_constant: T in samples over all workers; 0: no momentum. The default
-            follows the size of blocks if they grow.
+        block_momentum_as_time_constant: T in samples over all workers; 0: no momentum.
         nesterov: whether to use Nesterov momentum.
         reset_sgd_momentum_after_aggregation: set the inner optimizer's first moments
             (``momentum_buffer``, ``exp_avg``) to zero at the start of each block.
@@ -61,7 +60,7 @@ class BlockMomentum(LocalUpdateSchedule):
 
     def __init__(
         self,
-        block_size: BlockSize | None = None,
+        block_size: float | None = None,
         block_momentum_as_time_constant: float | None = None,
         nesterov: bool = True,
         reset_sgd_momentum_after_aggregation: bool = True,
@@ -97,7 +96,7 @@ class BlockMomentum(LocalUpdateSchedule):
         if self.block_momentum_as_time_constant is not None:
             return self.block_momentum_as_time_constant
         size = self._num_workers
-        return 0.0 if size == 1 else -self.current_block_size / math.log(1 - 1 / size)
+        return 0.0 if size == 1 else -self.full_block_size / math.log(1 - 1 / size)
 
     @property
     def _num_workers(self) -> int:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchmn.base.errors import UsageError
-from torchmn.exchange.schedules.local_updates.base import BlockSize, IntraNode, LocalUpdateSchedule
+from torchmn.exchange.schedules.local_updates.base import IntraNode, LocalUpdateSchedule
 from torchmn.exchange.schedules.local_updates.fragments import PseudoGradient
 from torchmn.exchange.schedules.local_updates.outer_momentum import OuterState
 from torchmn.exchange.schedules.trial_step import trial_step
@@ -65,7 +65,7 @@ class DiLoCo(LocalUpdateSchedule):
 
     def __init__(
         self,
-        block_size: BlockSize | None = None,
+        block_size: float | None = None,
         *,
         outer: MakeOptimizer = nesterov,
         overlap_steps: int = 0,
@@ -85,7 +85,7 @@ class DiLoCo(LocalUpdateSchedule):
     @classmethod
     def recommended(
         cls,
-        block_size: BlockSize | None = None,
+        block_size: float | None = None,
         *,
         overlap_steps: int = RECOMMENDED_OVERLAP,
         num_fragments: int = 1,

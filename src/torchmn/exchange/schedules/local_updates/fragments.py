@@ -18,7 +18,7 @@ from torchmn.base.errors import UsageError
 from torchmn.comm import Communicator
 from torchmn.comm.codecs import Codec
 from torchmn.comm.local_tensors import local_part
-from torchmn.exchange.agreements.base import Agreement, PassContext
+from torchmn.exchange.agreements.base import PassContext
 from torchmn.exchange.agreements.footer import Footer
 from torchmn.exchange.bucket_set import BucketSet
 from torchmn.exchange.buckets import NamedParameter, Slot, plan_buckets
@@ -46,30 +46,12 @@ class PseudoGradient:
     """The mean of ``anchor - w_i`` over ranks, weighted by samples; the shape of the anchor."""
 
 
-class _BlockRate(Agreement):
-    """The mean of the ranks' learning rates at the end of a block.
-
-    The rates may differ, as ranks may have made different numbers of steps; nothing is checked.
-    """
-
-    rate = 0.0
-    """The learning rate of this rank."""
-
-    @property
-    def mean(self) -> float:
-        """The mean over ranks."""
-        return self.sums[0] / self.comm.size
-
-    def contribute(self, context: PassContext) -> Sequence[float]:
-        """See `Agreement.contribute`."""
-        return (self.rate,)
-
-
 class Fragment:
     """Some parameters, their anchors, and the buckets in which their pseudo-gradients are summed.
 
     At most one exchange is pending. With overlap a copy of the parameters at its start is kept, so
-    that changes made while it is pending become part of the next block.
+    that changes made while it is pending become part of the next block. ``scale`` is the
+    `weight_scale` of the exchanges, the same on all ranks.
     """
 
     def __init__(
@@ -78,6 +60,7 @@ class Fragment:
         codec: Codec | None,
         parameters: Sequence[NamedParameter],
         anchors: dict[str, Tensor],
+        scale: float,
     ) -> None:
         self.codec = codec
         self.names = [name for name, _ in parameters]
@@ -89,8 +72,7 @@ class Fragment:
         """Number of steps after which the pending exchange is waited for."""
         self._starts: list[Tensor] | None = None
         """The parameters when the pending exchange started; None without overlap."""
-        self._rate = _BlockRate()
-        footer = Footer(comm, [self._rate])
+        footer = Footer(comm)
         buckets = BucketSet(
             comm,
             comm.route.allreduce_algorithm(codec),
@@ -109,8 +91,7 @@ class Fragment:
         self._packing: Packing | None = None
         self.sums: Sums
         """The sums of the exchange that was started last."""
-        self.scale = 1.0
-        """The `weight_scale` of the next exchange, the same on all ranks."""
+        self._scale = scale
         self._anchor_of = dict(zip(self.names, self.anchors, strict=True))
         self._pseudo_gradients = [
             PseudoGradient(name=name, anchor=anchors[name], mean=buckets.slot_of[parameter].tensor)
@@ -124,19 +105,17 @@ class Fragment:
             anchor.copy_(parameter)
 
     @torch.no_grad()
-    def pack(self, weight: float, rate: float, *, is_active: bool, step: int) -> None:
+    def pack(self, weight: float, *, is_active: bool, step: int) -> None:
         """Begin an exchange and write this rank's part. *Collective*, but does not wait.
 
-        A weight of zero contributes nothing, even if parameters are NaN. ``rate`` is the learning
-        rate of this rank.
+        A weight of zero contributes nothing, even if parameters are NaN.
         """
-        self._rate.rate = rate
         context = PassContext(step=step, weight=weight, num_samples=weight, is_active=is_active)
 
         def write(slot: Slot, factor: float) -> None:
             torch.sub(self._anchor_of[slot.name], slot.parameter, out=slot.tensor).mul_(factor)
 
-        self._packing = Packing(self._buckets, context, self.scale)
+        self._packing = Packing(self._buckets, context, self._scale)
         self._packing.write(write)
         self.num_samples = 0.0
 
@@ -156,11 +135,6 @@ class Fragment:
         packing, self._packing = self._packing, None
         if packing is not None:
             self.sums = packing.sums.start_remaining()
-
-    @property
-    def mean_rate(self) -> float:
-        """The mean over ranks of the learning rate in the exchange that was waited for."""
-        return self._rate.mean
 
     def pseudo_gradients(self) -> list[PseudoGradient]:
         """The anchors with the mean pseudo-gradients of the exchange that was waited for."""
@@ -213,7 +187,6 @@ class Fragment:
             "starts": None if self._starts is None else [start.clone() for start in self._starts],
             "means": Means(sums).copies(),
             "total_weight": total_weight,
-            "mean_rate": self.mean_rate,
             "record": sums.record(),
         }
 
@@ -233,13 +206,8 @@ class Fragment:
         if not exchange:
             return False
         total_weight, starts = exchange["total_weight"], exchange["starts"]
-        rates = exchange.get("mean_rate", 0.0) * self._comm.size
         self.sums = load_means(
-            self._buckets,
-            exchange["means"],
-            exchange["record"],
-            total_weight=total_weight,
-            sums={self._rate: (rates,)},
+            self._buckets, exchange["means"], exchange["record"], total_weight=total_weight
         )
         self.steps_left = exchange["steps_left"]
         self._starts = starts

@@ -34,4 +34,4 @@ class PeriodicAverage(LocalUpdateSchedule):
 
     def partial_outer_step(self, pseudo_gradients: Sequence[PseudoGradient], part: float) -> None:
         # Linear in d, and without state.
-        self.outer_step(pseudo_gradients, part * self.current_block_size)
+        self.outer_step(pseudo_gradients, part * self.full_block_size)

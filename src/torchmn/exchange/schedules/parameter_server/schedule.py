@@ -8,36 +8,31 @@ Servers are threads of the ranks: every rank owns a shard of the parameters and 
 state (``servers="all"``), or only the last k ranks do, and do not train (``servers=k``).
 
 Sources: bounded staleness: Q. Ho et al., "More Effective Distributed ML via a Stale Synchronous
-Parallel Parameter Server", NIPS 2013; servers: M. Li et al., OSDI 2014; delay compensation: S.
-Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation", ICML 2017 (with a
-constant lambda). CNTK's DataParallelASGD over Multiverso differs: its workers updated locally and
-pushed differences of models, with no bound on staleness, no momentum at the servers, and its own
-learning rate schedule. Here gradients are pushed, each push is one update by the user's optimizer
-at the server, with the worker's hyper-parameters at that step; a shard holds whole parameters.
+Parallel Parameter Server", NIPS 2013; servers: M. Li et al., OSDI 2014. CNTK's DataParallelASGD
+over Multiverso differs: its workers updated locally and pushed differences of models, with no bound
+on staleness, no momentum at the servers, and its own learning rate schedule. Here gradients are
+pushed, each push is one update by the user's optimizer at the server, with the worker's
+hyper-parameters at that step; a shard holds whole parameters.
 """
 
 import atexit
+import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from torchmn.base import events
-from torchmn.base.errors import RankMismatchError, UnsupportedError, UsageError
+from torchmn.base.errors import PeerLostError, RankMismatchError, UnsupportedError, UsageError
 from torchmn.base.torch_private import STEP_HOOKS
 from torchmn.base.warn import warn
-from torchmn.comm.codecs import StripeCodec
-from torchmn.comm.engine import Engine, Work
-from torchmn.comm.transports.base import abort_pending_receives
 from torchmn.exchange.buckets import NamedParameter
 from torchmn.exchange.finiteness import NonfiniteGradients
 from torchmn.exchange.reducer import GradientReducer
-from torchmn.exchange.replicas import parameters_of
 from torchmn.exchange.schedules.base import Schedule, Traits
 from torchmn.exchange.schedules.changed_parameters import ParameterSample
 from torchmn.exchange.schedules.parameter_server.messages import (
@@ -45,16 +40,26 @@ from torchmn.exchange.schedules.parameter_server.messages import (
     ServerClient,
     WorkerThread,
 )
-from torchmn.exchange.schedules.parameter_server.server import Reply, ShardServer
+from torchmn.exchange.schedules.parameter_server.server import Reply, ShardServer, Update
 from torchmn.exchange.schedules.parameter_server.shards import (
     ShardMemory,
     assign_shards,
     device_copy,
     hyper_parameters,
 )
-from torchmn.exchange.schedules.parameter_server.staleness import Staleness, StalenessRecord, report
 
 _GRACE_S = 2.0
+
+
+class Staleness(NamedTuple):
+    """By how many updates the gradients of a worker were late.
+
+    The number of updates, including its own, between the pull of the parameters at which a gradient
+    was computed and its push; the largest one over all servers.
+    """
+
+    mean: float
+    max: int
 
 
 class ParameterServer(Schedule):
@@ -65,11 +70,6 @@ class ParameterServer(Schedule):
             and do not train.
         max_staleness: no worker begins a step more than this many steps ahead of the slowest live
             one. 0 is synchronous, though updates are applied one after another.
-        pipeline: compute the next gradient while the last one is pushed and parameters are pulled.
-            The parameters are then one step older, which counts as staleness: ``max_staleness``
-            must be at least 1.
-        delay_compensation: lambda of the term lambda * g * g * (w - w_pulled); 0 adds none. The
-            servers then keep a copy of the parameters that each worker has pulled.
 
     Raises UsageError: an argument is out of range.
 
@@ -82,64 +82,34 @@ class ParameterServer(Schedule):
     traits = Traits(
         name="parameter_server",
         num_sets=0,
-        takes_shards=False,
         averages_gradients=False,
         has_own_steps=True,
         replica_consistency="none",
     )
     _server_class: type[ShardServer] = ShardServer
 
-    def __init__(
-        self,
-        servers: int | Literal["all"] = "all",
-        *,
-        max_staleness: int = 4,
-        pipeline: bool = False,
-        delay_compensation: float = 0.0,
-    ) -> None:
+    def __init__(self, servers: int | Literal["all"] = "all", *, max_staleness: int = 4) -> None:
         if servers != "all" and (not isinstance(servers, int) or servers < 1):
             raise UsageError(f"servers={servers!r} must be 'all' or a positive number of ranks.")
-        if max_staleness < int(pipeline):
-            raise UsageError(
-                f"max_staleness={max_staleness} with pipeline={pipeline}: it must not be negative, "
-                "and a pipeline needs at least 1, for its gradients are one step old."
-            )
-        if not 0 <= delay_compensation < float("inf"):
-            raise UsageError(f"delay_compensation={delay_compensation} must be 0 or positive.")
+        if max_staleness < 0:
+            raise UsageError(f"max_staleness={max_staleness} must not be negative.")
         self.servers = servers
         self.max_staleness = max_staleness
-        self.pipeline = pipeline
-        self.delay_compensation = delay_compensation
-        self.versions: dict[int, int] = {}
-        """The version of each server's parameters that this rank last pulled. Only increases."""
         self.lost: set[int] = set()
         """Ranks that died or left early; training continued without them."""
-        self._updates_late: Counter[int] = Counter()
-        self._max_steps_ahead = 0
-        self._reported: dict[int, StalenessRecord] = {}
-        self._work: Work[dict[int, Any]] | None = None
+        self._num_steps = self._sum_late = self._max_late = 0
         self._episode = 0
-        self._clock = 0
         self._is_open = False
-        self._is_finished_by_join = False
         self._is_closed = False
-        self._had_gradients: set[str] = set()
-        """Names of parameters of which a gradient was ever pushed."""
         self._server: ShardServer | None = None
         self._threads: list[WorkerThread] = []
 
     def __repr__(self) -> str:
-        text = (
-            f"ParameterServer(servers={self.servers!r}, max_staleness={self.max_staleness}, "
-            f"pipeline={self.pipeline}, delay_compensation={self.delay_compensation})"
-        )
-        staleness = self.staleness()
-        return f"{text}\n{staleness}" if staleness.workers else text
+        return f"ParameterServer(servers={self.servers!r}, max_staleness={self.max_staleness})"
 
     def staleness(self) -> Staleness:
-        """The staleness so far: of this worker until now, of all others until the last flush."""
-        own = self._updates_late, self._max_steps_ahead
-        return report(self.max_staleness, self._reported | {self._comm.rank: own})
+        """The staleness of this worker's gradients so far. Local."""
+        return Staleness(self._sum_late / max(1, self._num_steps), self._max_late)
 
     # ---- life ----
 
@@ -169,13 +139,6 @@ class ParameterServer(Schedule):
             for name, parameter in shard
         ]
         self._known = ParameterSample(self._parameters)
-        codec = reducer.codec
-        self._codec = codec if isinstance(codec, StripeCodec) else None
-        if self._codec is not None:
-            for layout in {
-                ly.dtype: ly for m in self._memory.values() for ly in m.layouts
-            }.values():
-                self._codec.warm_up(layout, torch.device("cpu"))
         # A transport of its own: servers and workers send at any time, from several threads, while
         # the collectives of the communicator keep one order.
         transport = comm.groups.new_transport("servers")
@@ -183,9 +146,8 @@ class ParameterServer(Schedule):
         if comm.rank in servers:
             self._start_server(shards[comm.rank])
         self._client = ServerClient(
-            self._messages, self._memory, self._server, self._codec, comm.rank, comm.rank_label
+            self._messages, servers, self._server, comm.rank, comm.rank_label
         )
-        self._engine = Engine(torch.device("cpu"))
         self._forget_close = comm.on_finalize(self.close)
         # At exit the threads must end before the interpreter does, and before MPI is finalized.
         atexit.register(self.close)
@@ -198,12 +160,10 @@ class ParameterServer(Schedule):
             self._inner,
             comm.size,
             max_staleness=self.max_staleness,
-            lead=int(self.pipeline),
-            delay_compensation=self.delay_compensation,
             timeout_s=comm.timeout_s,
         )
         self._threads = [
-            WorkerThread(self._server, worker, self._messages, self._codec)
+            WorkerThread(self._server, worker, self._messages)
             for worker in range(comm.size)
             if worker != comm.rank
         ]
@@ -220,28 +180,28 @@ class ParameterServer(Schedule):
         self._is_closed, groups = True, self._comm.groups
         atexit.unregister(self.close)
         self._forget_close()
-        is_stuck = self._work is not None and not self._work.done
-        # Stuck: an error ended the loop while a request still waits for its responses. The client
-        # serves one thread at a time, so it cannot send another message then.
+        # An error may have ended the loop while a request still waits for its responses: another
+        # message to the same server would mix with it.
+        is_stuck = self._client.is_waiting
         if not is_stuck:
-            self._client.leave(_GRACE_S)
+            self._client.leave()
         if self._server is not None:
-            self._server.close(f"{self._comm.rank_label} has ended its training.")
-        deadline = time.monotonic() + (0.0 if is_stuck else _GRACE_S)
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+            self._server.close(
+                PeerLostError(
+                    f"{self._comm.rank_label} has ended its training. Its part of the parameters "
+                    "is not available to the others: end the training on all ranks with flush() "
+                    "or optimizer.join()."
+                )
+            )
+        threads = [*self._threads, *self._client.threads]
+        _join_all(threads, 0.0 if is_stuck else _GRACE_S)
         transport = self._messages.transport
-        if is_stuck or any(thread.is_alive() for thread in self._threads):
-            for thread in self._threads:
-                thread.end()
-            abort_pending_receives(transport)
+        if any(thread.is_alive() for thread in threads):
+            self._messages.end()
             # A thread that returns from a wait in C++ while the interpreter exits would kill the
-            # process by a signal. Now that their receives are aborted, all of them return.
-            for thread in self._threads:
-                thread.join(5 * _GRACE_S)
-        self._engine.close()
-        self._client.close()
-        if not any(t.is_alive() for t in self._threads):
+            # process by a signal. Now that their receives have ended, all of them return.
+            _join_all(threads, 5 * _GRACE_S)
+        if not any(thread.is_alive() for thread in threads):
             groups.close_transport(transport)
 
     # ---- a step ----
@@ -257,83 +217,58 @@ class ParameterServer(Schedule):
         the script has changed parameters since the last step, which servers would not notice.
         """
         if not self._reducer.is_active:  # it has left its loop, or only serves
-            self._finish()
-            self._is_finished_by_join = True  # join() also calls flush()
+            self.flush()
             self._exchange.num_active = 0
             return None
         self._raise_if_misused(closure)
         self._raise_if_changed()
-        self._collect()
         nonfinite = [name for _, name, p, _ in self._places if not _is_finite(p.grad)]
         self._act_on(nonfinite)
-        fields = dict.fromkeys(self._memory, {}) if nonfinite else self._pack()
-        if not nonfinite and (nonfinite := self._client.encode()):  # beyond the codec's range
-            self._act_on(nonfinite)
+        updates = {} if nonfinite else self._pack()
         self._open()
-        self._clock += 1
-        kind = "skip" if nonfinite else "push"
-        place = {"episode": self._episode, "clock": self._clock}
-        requests = {server: {**place, **own} for server, own in fields.items()}
-        if self.pipeline:
-            self._work = self._engine.submit(lambda: self._client.request(kind, requests))
-        else:
-            with events.during("exchange"):
-                replies = self._client.request(kind, requests)
-            self._pulled(replies)
+        requests = {
+            server: {"episode": self._episode, "update": updates.get(server)}
+            for server in self._memory
+        }
+        with events.during("exchange"):
+            replies: dict[int, Reply] = self._client.request("push", requests)
+        self._install(replies)
+        num_late = max(reply.num_updates_late for reply in replies.values())
+        self._num_steps, self._sum_late = self._num_steps + 1, self._sum_late + num_late
+        self._max_late = max(self._max_late, num_late)
         self._call_hooks(STEP_HOOKS[1])
         return None
 
-    def _pack(self) -> dict[int, dict[str, Any]]:
-        """Copy the gradients into the memory of each push; returns its metadata by server."""
-        zero_fill, codec = self._exchange.zero_fill, self._codec
-        keeps_residuals = codec is not None and codec.keeps_residuals
-        metadata: dict[int, dict[str, Any]] = {server: {} for server in self._memory}
-        is_waiting = False
+    def _pack(self) -> dict[int, Update]:
+        """Copy the gradients; return what is pushed to each server."""
+        absent: dict[int, list[str]] = {server: [] for server in self._memory}
         for server, name, parameter, slot in self._places:
             grad = parameter.grad
-            # Zeros are pushed as well if the codec may hold a residual, which is sent with them.
-            counts_as_zeros = zero_fill or (keeps_residuals and name in self._had_gradients)
-            if grad is None and parameter.requires_grad and counts_as_zeros:
+            if grad is None:
                 slot.zero_()
-            elif grad is None:
-                slot.zero_()
-                metadata[server].setdefault("absent", []).append(name)
+                if not (self._exchange.zero_fill and parameter.requires_grad):
+                    absent[server].append(name)
             elif grad.layout != torch.strided:
                 raise UnsupportedError(
                     f"{self._comm.rank_label}: the gradient of '{name}' is sparse ({grad.layout}). "
                     "Only dense gradients are pushed: make the layer with sparse=False."
                 )
             else:
-                self._had_gradients.add(name)
-                slot.copy_(grad.detach(), non_blocking=True)
-                is_waiting = is_waiting or grad.is_cuda
-        # Servers and codecs read this host memory: the queued copies must have arrived.
-        if is_waiting:
-            torch.cuda.current_stream().synchronize()
+                slot.copy_(grad.detach())
         hyper = hyper_parameters(self._inner)
-        return {server: {**fields, "hyper": hyper} for server, fields in metadata.items()}
-
-    def _collect(self) -> None:
-        """Wait for the pending push and install the parameters that were pulled."""
-        if self._work is not None:
-            work, self._work = self._work, None
-            self._pulled(work.wait())
-
-    def _pulled(self, replies: Mapping[int, Reply]) -> None:
-        """Install the result of a push and record its staleness."""
-        self._install(replies)
-        self._updates_late[max(reply.num_updates_late for reply in replies.values())] += 1
-        ahead = (reply.num_steps_ahead for reply in replies.values())
-        self._max_steps_ahead = max(self._max_steps_ahead, *ahead)
+        return {
+            server: Update(gradients=memory.buffers, absent=absent[server], hyper=hyper)
+            for server, memory in self._memory.items()
+        }
 
     def _install(self, replies: Mapping[int, Reply]) -> None:
         """Copy the pulled values into the parameters."""
+        for server, reply in replies.items():
+            self._memory[server].fill(reply.parameters)
         with torch.no_grad():
             for _, _, parameter, slot in self._places:
                 parameter.copy_(slot)
         self._known.note()
-        for server, reply in replies.items():
-            self.versions[server] = reply.version
         lost = {worker for reply in replies.values() for worker in reply.lost} - self.lost
         if lost:
             self.lost |= lost
@@ -358,14 +293,11 @@ class ParameterServer(Schedule):
             )
 
     def _open(self) -> None:
-        """Begin an episode, so that this rank's server may copy model and optimizer. Local."""
+        """Begin an episode: this rank's server may copy model and optimizer. Local."""
         if self._is_open:
             return
-        self._is_open, self._is_finished_by_join = True, False
+        self._is_open = True
         self._known.note()
-        self._clock = 0
-        if self._server is not None:
-            self._server.open(self._episode)
 
     # ---- the end of an episode ----
 
@@ -374,24 +306,12 @@ class ParameterServer(Schedule):
 
         All ranks then hold the same parameters and the whole optimizer state.
         """
-        if self._is_finished_by_join:
-            self._is_finished_by_join = False
-            return
-        self._finish()
-
-    def _finish(self) -> None:
         self._raise_if_changed()
-        self._collect()
         self._open()
-        episode = {"episode": self._episode}
-        record = {**episode, "record": [dict(self._updates_late), self._max_steps_ahead]}
-        replies = self._client.request("finish", dict.fromkeys(self._memory, record))
-        self._install(replies)
-        for reply in replies.values():
-            for rank, (counts, max_ahead) in reply.records.items():
-                self._reported[rank] = Counter(counts), max_ahead
+        episode = dict.fromkeys(self._memory, {"episode": self._episode})
+        self._install(self._client.request("finish", episode))
         self._gather_state()
-        self._client.request("confirm", dict.fromkeys(self._memory, episode))
+        self._client.request("confirm", episode)
         self._episode += 1
         self._is_open = False
 
@@ -417,18 +337,14 @@ class ParameterServer(Schedule):
 
         Servers continue meanwhile; after `flush` the state and the model are consistent.
         """
-        self._collect()
         if self._is_open:
             self._gather_state()
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Schedule.load_state_dict`; servers copy the model and the state at the next step."""
-        if self._work is not None:
-            work, self._work = self._work, None
-            work.wait()
         self._episode += 1
-        self._is_open = self._is_finished_by_join = False
+        self._is_open = False
 
     # ---- inside ----
 
@@ -460,10 +376,17 @@ class ParameterServer(Schedule):
                 f"servers={self.servers} of {comm.size} ranks leave none to train. Use fewer, or "
                 "servers='all'."
             )
-        if reducer.codec is not None and not isinstance(reducer.codec, StripeCodec):
+        if reducer.codec is not None:
             raise UnsupportedError(
-                f"{reducer.codec.name} needs the gradients of all ranks at once, which "
-                "parameter_server never has. Use float16, bfloat16, int8 or fewer bits."
+                f"parameter_server has no codec, and {reducer.codec.name} is given: parameters are "
+                "pulled as they are, so that encoded gradients would save less than half. Leave "
+                "codec= (or allreduce_grad_dtype=) out, or use another schedule."
+            )
+        if reducer.parameters.are_sharded:
+            raise UnsupportedError(
+                f"{comm.rank_label}: parameter_server updates parameters on other ranks, and those "
+                "of this model are sharded (DTensors), of which each rank holds a part. Use "
+                "'every_step', 'double_buffering' or a schedule of blocks, such as 'diloco'."
             )
         if comm.name == "pure_nccl":
             raise UnsupportedError(
@@ -493,9 +416,12 @@ class ParameterServer(Schedule):
                 f"{rank_label}: parameter_server does not support weights: each worker's gradient "
                 "is a separate update. Use weight='rank' and scale the loss instead."
             )
-        held = set(parameters_of(self._inner))
-        if len(held) != len(self._parameters):
-            self.rebuild()
+
+
+def _join_all(threads: Sequence[threading.Thread], limit_s: float) -> None:
+    deadline = time.monotonic() + limit_s
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _is_finite(grad: Tensor | None) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,8 +11,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchmn.base.torch_private import STEP_HOOKS
-from torchmn.comm.codecs import ErrorFeedback, StripeCodec
-from torchmn.comm.codecs.base import NonfiniteTracker
 from torchmn.exchange.buckets import NamedParameter, plan_buckets
 
 # The options of each parameter group that are plain values, such as the learning rate.
@@ -53,49 +50,12 @@ class ShardMemory:
         )
         self._buckets = [bucket for bucket in planned if bucket.slots]
         self.buffers = [bucket.buffer for bucket in self._buckets]
-        self.layouts = [bucket.layout for bucket in self._buckets]
         self.slots = {slot.name: slot.tensor for bucket in self._buckets for slot in bucket.slots}
 
-    def copy_(self, other: ShardMemory) -> None:
-        """Copy the values of memory for the same parameters."""
-        for mine, theirs in zip(self.buffers, other.buffers, strict=True):
+    def fill(self, buffers: Sequence[Tensor]) -> None:
+        """Copy the values from the buffers of memory for the same parameters."""
+        for mine, theirs in zip(self.buffers, buffers, strict=True):
             mine.copy_(theirs)
-
-
-class SentGradients:
-    """The gradients of a push as they are sent: the memory itself, or encoded by a codec."""
-
-    def __init__(self, memory: ShardMemory, codec: StripeCodec | None) -> None:
-        self._codec = codec
-        self.buffers = memory.buffers
-        if codec is not None:
-            sizes = [codec.stripe_nbytes(layout) for layout in memory.layouts]
-            self.buffers = [torch.zeros(n, dtype=torch.uint8, device="cpu") for n in sizes]
-        rows = zip(memory.buffers, memory.layouts, self.buffers, strict=True)
-        self._rows = [row for row in rows if row[1].numel]
-
-    def encode(self) -> None:
-        """Encode the gradients into the buffers that are sent."""
-        if self._codec is not None:
-            for buffer, layout, encoded in self._rows:
-                self._codec.encode_stripe(buffer, layout, encoded)
-
-    def decode(self) -> None:
-        """Decode the gradients from the buffers that have arrived."""
-        codec = self._codec
-        if codec is not None:
-            for buffer, layout, encoded in self._rows:
-                codec.decode_stripe(encoded, layout, buffer)
-            codec.nonfinite.clear()  # the worker has checked them before it sent them
-
-
-def decoder_of(codec: StripeCodec | None) -> StripeCodec | None:
-    """Return a codec to decode on another thread, as the state of a codec is not thread-safe."""
-    if codec is None:
-        return None
-    decoder = copy.copy((codec.codec if isinstance(codec, ErrorFeedback) else codec).new_instance())
-    decoder.nonfinite = NonfiniteTracker()
-    return decoder
 
 
 def _on_host(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

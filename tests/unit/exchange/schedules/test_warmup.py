@@ -1,4 +1,4 @@
-"""One schedule after another."""
+"""Every step in float32 first; then another schedule."""
 
 from __future__ import annotations
 
@@ -10,16 +10,9 @@ import torch
 from tests.unit.exchange.schedules.local_updates.runs import adam, momentum, set_values, train, wrap
 from tests.unit.models import batch, closure_of, equal, local_grads, loss_of, mlp, near, values
 from torchmn import create_multi_node_optimizer, scatter_loader
-from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
+from torchmn.errors import UnsupportedError, UsageError
 from torchmn.exchange.replicas import different_tensors
-from torchmn.exchange.schedules import (
-    DiLoCo,
-    DoubleBuffering,
-    EveryStep,
-    PeriodicAverage,
-    Phases,
-    Warmup,
-)
+from torchmn.exchange.schedules import DiLoCo, DoubleBuffering, EveryStep, PeriodicAverage, Warmup
 from torchmn.testing import run_ranks
 
 
@@ -32,28 +25,24 @@ def mean_of(columns):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_every_step_then_blocks_then_every_step_against_a_simulation(size: int) -> None:
-    """Batches of 4: two steps; blocks of three, until 9 steps or more; every step again."""
+def test_every_step_then_blocks_against_a_simulation(size: int) -> None:
+    """Batches of 4: two steps of every step; then blocks of three."""
 
     def rank_main(comm):
-        phases = {
-            0: EveryStep(),
-            8 * size: PeriodicAverage(12 * size),
-            28 * size: EveryStep(),  # in the middle of the second block
-        }
-        model, optimizer = wrap(comm, Phases(phases), momentum)
+        schedule = Warmup(8 * size, PeriodicAverage(12 * size))
+        model, optimizer = wrap(comm, schedule, momentum)
         seen = []
-        for step in range(12):
+        for step in range(8):
             train(model, optimizer, comm.rank, step)
             seen.append(values(model))
-        return seen, optimizer.schedule.began_at
+        return seen, schedule.num_samples
 
     models = [mlp() for _ in range(size)]
     inners = [momentum(model) for model in models]
     history = []
-    for step in range(12):
+    for step in range(8):
         gradients = [local_grads(m, batch(rank, step)) for rank, m in enumerate(models)]
-        if not 2 <= step < 8:
+        if step < 2:
             gradients = [mean_of(gradients)] * size
         for model, inner, own in zip(models, inners, gradients, strict=True):
             for parameter, gradient in zip(model.parameters(), own, strict=True):
@@ -63,71 +52,51 @@ def test_every_step_then_blocks_then_every_step_against_a_simulation(size: int) 
             mean = mean_of([values(model) for model in models])
             for model in models:
                 set_values(model, mean)
-        if step == 7:  # the optimizers' states become their mean
-            for parameters in zip(*(model.parameters() for model in models), strict=True):
-                states = [
-                    inner.state[p]["momentum_buffer"]
-                    for inner, p in zip(inners, parameters, strict=True)
-                ]
-                mean_state = sum(states) / size
-                for state in states:
-                    state.copy_(mean_state)
         history.append([values(model) for model in models])
-    for rank, (seen, began_at) in enumerate(run_ranks(rank_main, size)):
-        assert began_at == [0, 8 * size, 32 * size]
+    for rank, (seen, num_samples) in enumerate(run_ranks(rank_main, size)):
+        assert num_samples == 32 * size
         for step, mine in enumerate(seen):
             assert near(mine, history[step][rank]), step
 
 
-def test_each_phase_has_the_codec_but_exact_ones() -> None:
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [(EveryStep, [0, 0, 1, 2]), (lambda: PeriodicAverage(16), [0, 0, 0, 1])],
+    ids=["every_step", "periodic_average"],
+)
+def test_the_codec_is_used_after_the_warm_up(schedule, expected: list[int]) -> None:
     def rank_main(comm):
-        schedule = Phases(
-            {0: EveryStep(exact=True), 16: PeriodicAverage(16), 32: EveryStep(), 40: DiLoCo(16)}
-        )
-        model, optimizer = wrap(comm, schedule, codec="float16")
+        model, optimizer = wrap(comm, Warmup(16, schedule()), codec="float16")
         counts = []
-        for step in range(7):
+        for step in range(4):
             train(model, optimizer, comm.rank, step)
             counts.append(num_encoded(comm))
         return counts
 
-    # Two exact steps; two steps by blocks, and the flush that ends them; one step; two by blocks.
     for counts in run_ranks(rank_main, 2):
-        assert counts == [0, 0, 0, 2, 3, 3, 4]
+        assert counts == expected
 
 
-def test_rates_that_differ_are_refused_where_ranks_take_the_same_steps() -> None:
+def test_no_warm_up() -> None:
     def rank_main(comm):
-        model, optimizer = wrap(comm, Phases({0: PeriodicAverage(16), 16: EveryStep()}))
-        optimizer.param_groups[0]["lr"] = 0.1 + comm.rank
-        train(model, optimizer, comm.rank, 0)
-        with pytest.raises(RankMismatchError, match=r"learning rates differ: \{0: \[0.1\], 1: \[1"):
-            train(model, optimizer, comm.rank, 1)
-
-    run_ranks(rank_main, 2)
-
-
-def test_a_phase_that_no_exchange_falls_into_is_left_out() -> None:
-    def rank_main(comm):
-        schedule = Phases({0: EveryStep(), 9: PeriodicAverage(16), 10: EveryStep()})
-        model, optimizer = wrap(comm, schedule)
-        plain, each = wrap(comm, "every_step")
-        for step in range(4):
+        model, optimizer = wrap(comm, Warmup(0, PeriodicAverage(16)))
+        plain, each = wrap(comm, PeriodicAverage(16))
+        for step in range(3):
             train(model, optimizer, comm.rank, step)
             train(plain, each, comm.rank, step)
-        assert equal(values(model), values(plain))
-        assert schedule.num_samples == 32
+            assert equal(values(model), values(plain))
 
     run_ranks(rank_main, 2)
 
 
-@pytest.mark.parametrize("saved_after", [1, 4, 7])
-@pytest.mark.parametrize("loaded_after", [0, 2, 5, 8])
-def test_a_state_is_loaded_in_any_phase(saved_after: int, loaded_after: int) -> None:
+@pytest.mark.parametrize("saved_after", [1, 4])
+@pytest.mark.parametrize("loaded_after", [0, 2, 5])
+def test_a_state_is_loaded_during_the_warm_up_and_after_it(
+    saved_after: int, loaded_after: int
+) -> None:
     def rank_main(comm):
         def start():
-            phases = {0: EveryStep(exact=True), 16: DiLoCo(16, overlap_steps=1), 48: EveryStep()}
-            return wrap(comm, Phases(phases), adam, codec="float16")
+            return wrap(comm, Warmup(16, DiLoCo(16, overlap_steps=1)), adam, codec="float16")
 
         model, optimizer = start()
         for step in range(saved_after):
@@ -146,55 +115,47 @@ def test_a_state_is_loaded_in_any_phase(saved_after: int, loaded_after: int) -> 
     run_ranks(rank_main, 2)
 
 
-def test_states_of_other_phases_are_refused() -> None:
+def test_states_from_before_and_after_the_end_are_not_combined() -> None:
     def rank_main(comm):
-        model, optimizer = wrap(comm, Phases({0: EveryStep(), 8: PeriodicAverage(16)}))
+        model, optimizer = wrap(comm, Warmup(8, PeriodicAverage(16)))
         early = copy.deepcopy(optimizer.state_dict())
         for step in range(2):
             train(model, optimizer, comm.rank, step)
         late = optimizer.state_dict()
-        with pytest.raises(UsageError, match=r"saved in different phases \(\[1, 2\]\)"):
+        with pytest.raises(UsageError, match=r"on some of the old ranks \(\[False, True\]\)"):
             optimizer.reshard_state_dict([early, late], comm)
-        _, other = wrap(comm, Phases({0: EveryStep()}))
-        late["torchmn"]["schedule"] = "every_step"
-        with pytest.raises(UsageError, match="saved in phase 2, and there are 1"):
-            other.load_state_dict(late)
 
     run_ranks(rank_main, 1)
 
 
-def test_a_closure_in_every_phase() -> None:
+def test_a_closure() -> None:
     def rank_main(comm):
         model = mlp()
         inner = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
-        schedule = Phases({0: EveryStep(), 20: PeriodicAverage(16), 60: EveryStep()})
+        schedule = Warmup(20, PeriodicAverage(16))
         optimizer = create_multi_node_optimizer(inner, comm, model, schedule=schedule)
-        for step in range(8):
+        for step in range(5):
             optimizer.step(closure_of(model, optimizer, batch(comm.rank, step)))
-        assert schedule.current is schedule.schedules[-1]
+        assert schedule.is_over
+        optimizer.flush()
         assert different_tensors(comm, [model]) == []
 
     run_ranks(rank_main, 2)
 
 
-@pytest.mark.parametrize(
-    ("phases", "error", "message"),
-    [
-        ({}, UsageError, r"begin at \[\] samples"),
-        ({8: EveryStep()}, UsageError, "the first one 0"),
-        ({0: EveryStep(), -1: EveryStep()}, UsageError, "0 or more"),
-        ({0: EveryStep(), float("inf"): EveryStep()}, UsageError, "0 or more"),
-        ({0: EveryStep(), 8: DoubleBuffering()}, UnsupportedError, "DoubleBuffering cannot be"),
-        (dict.fromkeys((0, 8), EveryStep()), UsageError, "Make one for each phase"),
-    ],
-)
-def test_what_makes_no_sense(phases: dict, error: type, message: str) -> None:
-    with pytest.raises(error, match=message):
-        Phases(phases)
+@pytest.mark.parametrize("after", [-1, float("nan"), float("inf")])
+def test_values_that_make_no_sense(after: float) -> None:
+    with pytest.raises(UsageError, match="must be a number that is 0 or more"):
+        Warmup(after, EveryStep())
+
+
+def test_schedules_that_cannot_follow() -> None:
+    with pytest.raises(UnsupportedError, match="DoubleBuffering cannot follow a warm-up"):
+        Warmup(8, DoubleBuffering())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_parts_of_batches_weigh_by_their_samples_in_a_phase_of_every_step(size: int) -> None:
+def test_parts_of_batches_weigh_by_their_samples(size: int) -> None:
     """Batches of 5 over two ranks, as with `EveryStep` alone."""
 
     def rank_main(comm, schedule):
@@ -209,21 +170,21 @@ def test_parts_of_batches_weigh_by_their_samples_in_a_phase_of_every_step(size: 
             optimizer.step()
         return values(model)
 
-    def phases():
-        return Phases({0: EveryStep(), 10**6: PeriodicAverage(64)})
+    def warmup():
+        return Warmup(10**6, PeriodicAverage(64))
 
     for found, expected in zip(
-        run_ranks(lambda comm: rank_main(comm, phases), size),
+        run_ranks(lambda comm: rank_main(comm, warmup), size),
         run_ranks(lambda comm: rank_main(comm, EveryStep), size),
         strict=True,
     ):
         assert equal(found, expected)
 
 
-def test_sums_are_refused_where_a_phase_has_own_steps() -> None:
+def test_sums_are_refused_where_ranks_have_own_steps_later() -> None:
     def rank_main(comm):
         model = mlp()
-        schedule = Phases({0: PeriodicAverage(64), 1000: EveryStep()})
+        schedule = Warmup(1000, PeriodicAverage(64))
         with pytest.raises(UnsupportedError, match="reduction='sum'"):
             create_multi_node_optimizer(
                 momentum(model), comm, model, schedule=schedule, reduction="sum"
@@ -236,8 +197,8 @@ def test_sums_are_refused_where_a_phase_has_own_steps() -> None:
 @pytest.mark.parametrize("has_closure", [False, True])
 @pytest.mark.parametrize(
     "schedule",
-    [EveryStep, lambda: Phases({0: EveryStep()}), lambda: PeriodicAverage(64)],
-    ids=["every_step", "phases", "periodic_average"],
+    [EveryStep, lambda: Warmup(10**6, EveryStep()), lambda: PeriodicAverage(64)],
+    ids=["every_step", "warmup", "periodic_average"],
 )
 def test_missing_gradients_are_filled_with_zeros(schedule, has_closure: bool, size: int) -> None:
     """Weight decay then moves a parameter that no loss depends on: 1 * 0.9 * 0.9."""
@@ -266,12 +227,3 @@ def test_missing_gradients_are_filled_with_zeros(schedule, has_closure: bool, si
 
     for found in run_ranks(rank_main, size):
         assert torch.allclose(found, torch.full((2,), 0.81, dtype=torch.float64))
-
-
-# ---- warm-up: the codec comes in at one step on all ranks ----
-
-
-@pytest.mark.parametrize("after", [-1, float("nan"), float("inf")])
-def test_values_that_make_no_sense(after: float) -> None:
-    with pytest.raises(UsageError, match="must be a number that is 0 or more"):
-        Warmup(after, EveryStep())
