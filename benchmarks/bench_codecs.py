@@ -8,9 +8,7 @@ residual and the bytes; decode-and-add reads bytes and sum and writes the sum.
 from __future__ import annotations
 
 import gc
-import sys
 import time
-import warnings
 from collections.abc import Callable
 
 import numpy as np
@@ -21,7 +19,6 @@ from record import Bar, median_bar, ratio_bar, report
 from torchmn.cluster.units import MiB
 from torchmn.comm.codecs import BFloat16, ErrorFeedback, Float16, Layout, Quantized
 from torchmn.comm.codecs.base import StripeCodec
-from torchmn.comm.codecs.kernels import reference
 
 SHAPES = [(512, 512, 3, 3)] * 2 + [(512, 256, 3, 3), (256, 256, 3, 3), (256, 128, 3, 3)]
 SHAPES += [(512, 512), (512,), (512,), (512,), (256,), (128, 128, 3, 3), (128,), (10, 512), (10,)]
@@ -122,26 +119,8 @@ def measure(codec: StripeCodec, bucket: Layout, *, has_limit: bool) -> list[Bar]
     return bars
 
 
-def plain_torch(bucket: Layout) -> list[Bar]:
-    """The kernels for where there is no compiler."""
-    bars = []
-    for bits in (8, 1):
-        codec = Quantized(bits)
-        values, residual, new_residual = torch.randn(3, bucket.end)
-        encoded = torch.zeros(codec.stripe_nbytes(bucket), dtype=torch.uint8)
-        plan = codec.plan(bucket)
-        spent = [
-            1e3
-            * seconds(lambda: reference.encode(values, residual, new_residual, encoded, plan, None))  # noqa: B023
-            for _ in range(3)
-        ]
-        bars.append(median_bar(f"{codec.name}: encode by plain torch", spent, "ms"))
-    return bars
-
-
 def main() -> int:
     torch.set_num_threads(1)
-    warnings.simplefilter("error")  # the slow kernels are not what is to be measured
     gc.disable()
     bucket = layout()
     bars: list[Bar] = []
@@ -149,8 +128,6 @@ def main() -> int:
         bars += measure(ErrorFeedback(Quantized(bits)), bucket, has_limit=True)
     for codec in (ErrorFeedback(Float16()), ErrorFeedback(BFloat16())):
         bars += measure(codec, bucket, has_limit=False)
-    if "--quick" not in sys.argv:
-        bars += plain_torch(bucket)
     return report("codecs", bars)
 
 

@@ -45,7 +45,6 @@ NAMED = [name for name in CODECS if isinstance(create_codec(name), StripeCodec)]
 MAKERS = {
     **{name: lambda name=name: create_codec(name) for name in NAMED},
     **{f"quantized {bits}": lambda bits=bits: Quantized(bits) for bits in (8, 4, 2, 1)},
-    "stochastic": lambda: ErrorFeedback(Quantized(8, stochastic=True)),
     "short blocks": lambda: ErrorFeedback(Quantized(4, block_length=32)),
     "float16 with residual": lambda: ErrorFeedback(Float16()),
     "bfloat16 with residual": lambda: ErrorFeedback(BFloat16()),

@@ -17,7 +17,7 @@ from tests.contracts.suites.resume_contracts import (
     leave,
 )
 from torchmn.cluster import Topology
-from torchmn.comm.codecs import CODECS, Quantized
+from torchmn.comm.codecs import CODECS
 from torchmn.exchange.optimizer.create import SCHEDULES
 from torchmn.exchange.schedules import (
     BlockMomentum,
@@ -62,7 +62,6 @@ IN_NODES = blocks(schedule=lambda _: DiLoCo(24, intra_node="every_step", num_fra
 EVERY = {**by_name, **BLOCKS}
 OTHERS = {
     "codec_warmup": Recipe(codec="1bit", schedule=lambda _: Warmup(40, EveryStep())),
-    "stochastic": Recipe(codec=Quantized(bits=2, stochastic=True)),
     "accumulation": Recipe(codec="int4", num_passes=3),
     "accumulation_in_blocks": replace(BLOCKS["overlap"], num_passes=2),
     "accumulation_late": replace(by_name["double_buffering"], num_passes=2, codec="int8"),

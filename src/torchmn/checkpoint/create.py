@@ -9,7 +9,6 @@ from typing import Any, Literal
 from torchmn.base.errors import (
     CheckpointWarning,
     DataError,
-    PerformanceWarning,
     UnsupportedError,
     UsageError,
     raise_if_no_count,
@@ -107,14 +106,6 @@ def create_multi_node_checkpointer(
     if problem is not None:
         raise UsageError(f"{comm.rank_label}: {problem}")
     where = Path(path).absolute() / name  # the working directory may change
-    if is_async and not comm.engine.is_threaded:
-        is_async = False
-        if comm.rank == 0:
-            warn(
-                f"{comm.rank_label}: this MPI allows no calls from a second thread, so training "
-                "waits while a checkpoint is written.",
-                PerformanceWarning,
-            )
     owner = None
     if not read_only:
         access = FolderStorage(where, gid=gid)

@@ -63,8 +63,8 @@ def _mpi(env: Mapping[str, str]) -> str:
 def _kernels() -> str:
     numba, triton = version_of("numba", ""), version_of("triton", "")
     parts = [
-        f"numba {numba} (CPU)" if numba else "no numba (codecs for CPUs run in torch)",
-        f"Triton {triton} (CUDA)" if triton else "no Triton (codecs for CUDA run in torch)",
+        f"numba {numba} (CPU)" if numba else "no numba (no codecs but 16 bits on CPUs)",
+        f"Triton {triton} (CUDA)" if triton else "no Triton (no codecs but 16 bits on GPUs)",
     ]
     return ", ".join(parts)
 

@@ -92,9 +92,7 @@ class Communicator(Collectives):
             has_whole_job=job_ranks is None,
             hosts=topology.hosts,
         )
-        self.engine = Engine(
-            device, is_threaded=transport.is_threaded, has_peers=transport.size > 1
-        )
+        self.engine = Engine(device, has_peers=transport.size > 1)
         self.flight_recorder.look_at_engine = self.engine.status
         self.world = Group(
             "world",

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
-import secrets
 import socket
 import sys
 import time
@@ -21,7 +19,6 @@ from torchmn.base import events
 from torchmn.base.errors import (
     ResultWarning,
     TopologyError,
-    TorchmnError,
     UnsupportedError,
     UsageError,
     raise_if_unknown,
@@ -34,7 +31,6 @@ from torchmn.cluster.environment_variables import (
     INPUT_RANK_VARIABLE,
     RECORD_VARIABLE,
     SECRET_VARIABLE,
-    TRANSPORT_VARIABLE,
 )
 from torchmn.cluster.gpus import may_share_gpus, shared_gpu_problem
 from torchmn.cluster.launcher_env import LauncherInfo
@@ -75,7 +71,6 @@ ROUTES: dict[str, type[Route]] = {
     )
 }
 _UUID_DIGITS = 12
-_JOIN_S = 20.0  # for a second world, which is optional but may be faster
 GradDtype = Literal["float32", "float16", "bfloat16"]
 _num_created: Counter[int] = Counter()
 _FIRST_FACTOR = 5.0
@@ -172,45 +167,27 @@ def create_communicator(
     has_rdma = any(each["rdma"] for each in found)
     device = _own_device(topology, [each["gpus"] for each in found], world, is_own=is_own)
 
-    secret: bytes | None = None
-
-    def make(route: str, over: Transport, reason: str) -> Communicator:
-        own = (
-            over
-            if is_own and over is world
-            else _own_part(over, topology, device, first_s, has_rdma=has_rdma)
-        )
+    def make(route: str, reason: str) -> Communicator:
+        own = world if is_own else _own_part(world, topology, device, first_s, has_rdma=has_rdma)
         return Communicator(
             ROUTES[route],
             own,
             topology,
             device=device,
             timeout_s=timeout.unreachable_s,
-            trust=_trust(own, secret),
+            trust=_trust(own),
             codec=codec,
             reason=reason,
             first_timeout_s=first_s,
         )
 
     if name != "auto":
-        return _ready(make(name, world, ""), timeout, is_recorded=is_recorded, quiet=quiet)
+        return _ready(make(name, ""), timeout, is_recorded=is_recorded, quiet=quiet)
     routes = candidate_routes(topology, device, has_nccl=world.supports_nccl)
-    worlds = {world.name: world}
-    if transport == "auto" and len(topology.nodes) > 1:
-        # MPI accepts pickles, gloo only with a secret. With one for both, what may be sent does not
-        # depend on which of them is faster.
-        worlds |= _other_worlds(world, first_s)
-        if len(worlds) > 1:
-            secret = _shared_secret(world, first_s)
     if is_own and len(routes) > 1:  # a given transport can be used once
         routes = dict([next(iter(routes.items()))])
-    route, comm, measured = fastest(
-        {
-            route if len(worlds) == 1 else f"{route} over {kind}": partial(make, route, over, why)
-            for kind, over in worlds.items()
-            for route, why in routes.items()
-        }
-    )
+    candidates = {each: partial(make, each, why) for each, why in routes.items()}
+    route, comm, measured = fastest(candidates)
     if measured:
         comm.reason = f"{route}; {comm.reason}; {measured}"
     return _ready(comm, timeout, is_recorded=is_recorded, quiet=quiet)
@@ -250,20 +227,18 @@ def _drop_standard_output(comm: Communicator) -> None:
 
 
 def _warn_about_fallback(comm: Communicator) -> None:
-    """Warn if sums between hosts use gloo because there are no TCP connections. *Collective.*
+    """Warn if sums between hosts use another library, for want of TCP. *Collective.*
 
     All ranks add it to `Communicator.reason`; rank 0 also warns.
     """
     if comm.inter_size == 1 or comm.device.type != "cpu":
         return
     link = None if comm.route.inter_node_group is None else comm.route.inter_node_group.transport
-    own = ""
-    if isinstance(link, TcpTransport) and not isinstance(link.inner, MpiTransport):
-        own = link.fallback_reason
+    own = link.fallback_reason if isinstance(link, TcpTransport) else ""
     found = [missing for missing in comm.allgather_obj(own) if missing]
     if not found:
         return
-    text = f"no TCP connections between hosts: {found[0]}; large messages use gloo, which is slower"
+    text = f"no TCP connections between hosts: {found[0]}; large messages are slower"
     comm.reason = f"{comm.reason}; {text}" if comm.reason else text
     comm.logger(__name__).warning(
         "%s: %s. Up to %d ranks that send between hosts are connected; 'hierarchical' has one of "
@@ -310,21 +285,6 @@ def _world(transport: str | Transport, timeout_s: float) -> tuple[Transport, boo
     return join_world(kind, timeout_s), False
 
 
-def _other_worlds(world: Transport, timeout_s: float) -> dict[str, Transport]:
-    """The gloo world as another candidate, if MPI was chosen by ``auto``. *Collective.*
-
-    Empty if not all ranks can join it.
-    """
-    if not isinstance(world, MpiTransport) or os.environ.get(TRANSPORT_VARIABLE, "auto") != "auto":
-        return {}
-    limit_s = min(timeout_s, _JOIN_S)
-    joined: Transport | None = None
-    with contextlib.suppress(TorchmnError):
-        joined = join_world("torch", limit_s)
-    have_joined = all(gather_json(world, joined is not None, TimeLimit(timeout_s)))
-    return {joined.name: joined} if joined is not None and have_joined else {}
-
-
 def _own_part(
     world: Transport, topology: Topology, device: torch.device, timeout_s: float, *, has_rdma: bool
 ) -> Transport:
@@ -347,15 +307,9 @@ def _own_part(
     return own
 
 
-def _shared_secret(world: Transport, timeout_s: float) -> bytes:
-    """A secret from rank 0, sent over a world that only the job's ranks can join. *Collective.*"""
-    first, *_ = gather_json(world, secrets.token_hex(32), TimeLimit(timeout_s))
-    return bytes.fromhex(first)
-
-
-def _trust(own: Transport, shared: bytes | None) -> Trust:
-    given = os.environ.get(SECRET_VARIABLE)
-    return Trust(is_private=own.is_trusted, secret=given.encode() if given else shared)
+def _trust(own: Transport) -> Trust:
+    secret = os.environ.get(SECRET_VARIABLE)
+    return Trust(is_private=own.is_trusted, secret=secret.encode() if secret else None)
 
 
 def _codec_of(dtype: torch.dtype | str | None) -> Codec | None:
@@ -484,9 +438,8 @@ def _own_device(
 # The choice of route and transport for ``name="auto"``.
 #
 # On one node there are fixed rules. Between nodes the candidates are timed on a few sums of a
-# buffer that is large enough to compare bandwidths: gloo and MPI differ by a factor of two on the
-# same link, and it is not known in advance whether several ranks of a node achieve more bandwidth
-# than one.
+# buffer that is large enough to compare bandwidths: it is not known in advance whether several
+# ranks of a node achieve more bandwidth than one.
 
 _NUM_TRIALS = 3
 _TRIAL_BYTES = MiB

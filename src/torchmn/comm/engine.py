@@ -123,9 +123,6 @@ class Work(Generic[Result]):
 class Engine:
     """Runs jobs one after another in the order of `call` and `submit`. Local to a rank.
 
-    ``is_threaded=False`` (an MPI that forbids calls from a second thread) makes `submit` only
-    queue; the jobs then run on the thread that waits, without overlap.
-
     On a GPU every job runs on the engine's stream, whichever thread runs it: jobs share memory
     (scratch buffers, messages, residuals), and only the order of one stream prevents the kernels of
     a job from overwriting what those of the previous job still read. Events synchronize it with the
@@ -140,13 +137,11 @@ class Engine:
         self,
         device: torch.device,
         *,
-        is_threaded: bool = True,
         has_peers: bool = False,
         streams: Streams | None = None,
     ) -> None:
         self.device = device
         self.streams = streams_of(device) if streams is None else streams
-        self.is_threaded = is_threaded
         self._condition = threading.Condition()
         self._queue: deque[Work[object]] = deque()
         self._is_running = False
@@ -298,7 +293,7 @@ class Engine:
         # ranks must run the same exchanges in the same order.
         with self._condition:
             self._queue.append(cast("Work[object]", work))
-            if self.is_threaded and self._thread is None:
+            if self._thread is None:
                 # A daemon: a wait for a lost peer does not keep the process from exiting.
                 self._thread = threading.Thread(
                     target=self._loop, name="torchmn-exchange", daemon=True
@@ -318,9 +313,6 @@ class Engine:
                 observer.phase("exchange", begins=False)
 
     def _await(self, work: Work[Result]) -> None:
-        if not self.is_threaded:
-            self._run_queued(until=work)
-            return
         self._num_waiting += 1
         try:
             # With a timeout, to notice a thread that has ended: nothing else would end this wait.
@@ -329,14 +321,6 @@ class Engine:
                     raise CommunicationError("The exchange thread ended before its work.")
         finally:
             self._num_waiting -= 1
-
-    def _run_queued(self, until: Work[Result] | None = None) -> None:
-        """Run what is queued on this thread: only this one may call MPI. Up to ``until``, if given.
-
-        What was queued before it runs too, in its order.
-        """
-        while self._queue and not (until is not None and until.done):
-            self._run(self._queue.popleft())
 
     def close(self) -> None:
         """Complete queued jobs, then end the threads; later calls raise CommunicationError.
@@ -348,9 +332,7 @@ class Engine:
             self._condition.notify_all()
         # The other ranks run what is queued, and would wait for this one. Only then may the watcher
         # end, which the last of these jobs may still give work to watch.
-        if not self.is_threaded:
-            self._run_queued()
-        elif self._thread is not None:
+        if self._thread is not None:
             self._thread.join()
         self.watcher.close()
         if self._failure is not None and not self._has_raised_failure:

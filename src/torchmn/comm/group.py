@@ -178,6 +178,11 @@ class Group:
         dtype = "-"
         if tensor is not None:
             shape, dtype = tuple(tensor.shape), _DTYPE_NAMES.get(tensor.dtype, "?")
+            if not tensor.is_contiguous():  # libraries take its address and its size only
+                raise CommunicationError(
+                    f"{self.rank_label}: {name} needs contiguous memory, and the tensor of shape "
+                    f"{shape} has the strides {tensor.stride()}. Use .contiguous()."
+                )
         wait = self.wait()
         queued: list[QueuedWork] = []
         # Only a job of the engine may return before the device has done its work: the watcher then

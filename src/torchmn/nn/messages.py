@@ -89,17 +89,9 @@ class Delivery:
 
 
 class Messages:
-    """The messages of this rank. *Collective* to make; then all methods are local.
-
-    Raises UnsupportedError: this MPI allows no second thread.
-    """
+    """The messages of this rank. *Collective* to make; then all methods are local."""
 
     def __init__(self, comm: Communicator) -> None:
-        if comm.size > 1 and not comm.engine.is_threaded:
-            raise UnsupportedError(
-                "MultiNodeChainList uses MPI from several threads, and MPI was initialized below "
-                "THREAD_SERIALIZED. Create the communicator before importing mpi4py.MPI."
-            )
         self._comm = comm
         self._engines: dict[tuple[str, int], Engine] = {}
         self._limits: dict[tuple[str, int], BackoffTimeLimit] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from functools import partial
 
+import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -14,6 +15,7 @@ from torchmn.comm.allreduce import (
     create_allreduce,
 )
 from torchmn.comm.codecs import CODECS, Float16, Layout, create_codec
+from torchmn.errors import CommunicationError
 from torchmn.testing import run_ranks
 
 
@@ -89,3 +91,12 @@ def test_any_layout_travels(shapes, codec, dtype, size, gap, num_exact) -> None:
             is_rounded = "16" in codec or dtype in (torch.float16, torch.bfloat16)
             error = (returned[run] + residual - true[run]).abs().max()
             assert error <= (0.05 if is_rounded else 1e-4)
+
+
+def test_memory_that_is_not_contiguous_is_refused() -> None:
+    def rank_main(comm):
+        column = torch.ones(40_000, 2)[:, 0]
+        comm.engine.call(lambda: comm.world.all_reduce_(column))
+
+    with pytest.raises(CommunicationError, match=r"needs contiguous memory.* strides \(2,\)"):
+        run_ranks(rank_main, 2)

@@ -9,22 +9,17 @@ import weakref
 import pytest
 import torch
 
-from tests.contracts.suites.communicator_contracts import (
-    CONTRACTS,
-)
 from tests.limits import limit
 from torchmn.comm.engine import Engine
 from torchmn.comm.streams import HostStreams
-from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.errors import CommunicationError, PeerLostError, RankMismatchError, TimeLimitError
-from torchmn.testing import run_ranks
 
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(params=[True, False], ids=["threaded", "one thread"])
-def engine(request):
-    made = Engine(CPU, is_threaded=request.param)
+@pytest.fixture
+def engine():
+    made = Engine(CPU)
     yield made
     made.close()
 
@@ -42,8 +37,7 @@ def test_jobs_run_in_the_order_of_calls(engine: Engine) -> None:
 
 def test_a_call_runs_on_the_calling_thread_when_nothing_is_in_flight(engine: Engine) -> None:
     assert engine.call(threading.get_ident) == threading.get_ident()
-    expected = engine.submit(threading.get_ident).wait() == threading.get_ident()
-    assert expected is not engine.is_threaded
+    assert engine.submit(threading.get_ident).wait() != threading.get_ident()
     assert engine.call(threading.get_ident) == threading.get_ident()
 
 
@@ -209,13 +203,3 @@ def test_may_spin_only_while_no_thread_computes() -> None:
     work.wait()
     assert seen == [False]
     engine.close()
-
-
-def test_the_blocking_fallback_keeps_the_contracts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TorchDistributedTransport, "is_threaded", False, raising=False)
-
-    def rank_main(comm):
-        for contract in CONTRACTS:
-            contract(comm)
-
-    run_ranks(rank_main, 3, name="hierarchical")

@@ -183,7 +183,10 @@ class StripeCodec(Codec):
         decoded = torch.zeros_like(lost.now)
         self.decode_stripe(out, local, decoded)
         lost.now.sub_(decoded)
-        keep_finite_(lost)
+        is_finite = torch.isfinite(lost.now)
+        # On a CPU the host can look, which costs less than a copy that is hardly ever needed.
+        if lost.now.device.type != "cpu" or not is_finite.all():
+            torch.where(is_finite, lost.now, lost.before, out=lost.now)
 
     def flush_residual_into(self, values: Tensor, stripe: Layout, side: Side = "worker") -> None:
         """Add the residual to ``values``, which are then used without being encoded.
@@ -200,14 +203,6 @@ class StripeCodec(Codec):
 def anonymous_layout(numel: int, dtype: torch.dtype) -> Layout:
     """The layout of a buffer whose parameters have no names."""
     return Layout((Segment("", 0, numel),) if numel else (), dtype)
-
-
-def keep_finite_(lost: Lost) -> None:
-    """Keep the old residual where the new one is not finite. Does not wait for a GPU."""
-    is_finite = torch.isfinite(lost.now)
-    # On a CPU the host can look, which costs less than a copy that is hardly ever needed.
-    if lost.now.device.type != "cpu" or not is_finite.all():
-        torch.where(is_finite, lost.now, lost.before, out=lost.now)
 
 
 def span_of(values: Tensor, stripe: Layout) -> Tensor:
@@ -260,7 +255,10 @@ class NonfiniteTracker:
 
     def scan(self, when: When, stripe: Layout, span: Tensor) -> None:
         """Scan ``span`` (stripe.span,) and record its parameters that are not finite."""
-        if known_finite(span):
+        if not span.numel():
+            return
+        # A GPU is not waited for. aminmax() returns NaN if there is one.
+        if span.device.type == "cpu" and all(map(math.isfinite, torch.aminmax(span))):
             return
         parts = [span[s.start - stripe.begin : s.end - stripe.begin] for s in stripe.segments]
         self.scan_each(when, [segment.name for segment in stripe.segments], parts)
@@ -337,11 +335,3 @@ class FoundNonfinite:
 def _named(names: Sequence[str], flags: Tensor) -> list[str]:
     """The names whose flag is not zero. ``flags`` are on the CPU."""
     return [names[i] for i in flags.nonzero().flatten().tolist()] if flags.any() else []
-
-
-def known_finite(span: Tensor) -> bool:
-    """Whether all values are known to be finite. False on a GPU, which is not waited for."""
-    if not span.numel():
-        return True
-    # aminmax() returns NaN if there is one.
-    return span.device.type == "cpu" and all(map(math.isfinite, torch.aminmax(span)))

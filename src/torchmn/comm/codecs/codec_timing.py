@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from torchmn.base.errors import UnsupportedError
 from torchmn.cluster.units import MiB
 from torchmn.comm.codecs.base import Codec, StripeCodec, aligned
 from torchmn.comm.codecs.layout import Layout
@@ -26,7 +27,8 @@ class CodecSpeed:
 def measure_codec(codec: Codec | None, device: torch.device) -> CodecSpeed:
     """Measure a codec on a sample. Local.
 
-    Codecs other than `StripeCodec` are not measured; their times are infinite.
+    Codecs other than `StripeCodec` are not measured, nor those without a compiler for their
+    kernels on this rank: their times are infinite.
     """
     if codec is None:
         return CodecSpeed()
@@ -39,7 +41,10 @@ def measure_codec(codec: Codec | None, device: torch.device) -> CodecSpeed:
     values = torch.linspace(-1, 1, numel, device=device)
     encoded = torch.zeros(aligned(own.stripe_nbytes(layout)), dtype=torch.uint8, device=device)
     encoded = encoded[: own.stripe_nbytes(layout)]
-    own.warm_up(layout, device)
+    try:
+        own.warm_up(layout, device)
+    except UnsupportedError:
+        return CodecSpeed(encode_s=float("inf"), decode_s=float("inf"))
     encode_s = decode_s = float("inf")
     for _ in range(_NUM_ROUNDS + 1):
         _synchronize(device)

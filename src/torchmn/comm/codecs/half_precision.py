@@ -13,15 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchmn.comm.codecs.base import (
-    Lost,
-    Side,
-    StripeCodec,
-    check_encoded,
-    keep_finite_,
-    known_finite,
-    span_of,
-)
+from torchmn.comm.codecs.base import Side, StripeCodec, check_encoded, span_of
 from torchmn.comm.codecs.layout import Layout
 
 
@@ -53,19 +45,6 @@ class ReducedPrecision(StripeCodec):
         else:
             span.copy_(narrow)
             self.nonfinite.scan("decoding", stripe, narrow)
-
-    def encode_with_feedback(
-        self, values: Tensor, lost: Lost, stripe: Layout, out: Tensor, side: Side = "worker"
-    ) -> None:
-        torch.add(lost.before, span_of(values, stripe), out=lost.now)
-        narrow = self._narrow(out, stripe)
-        narrow.copy_(lost.now)
-        lost.now.sub_(narrow)
-        if known_finite(narrow):
-            return
-        keep_finite_(lost)
-        if side == "worker":
-            self.nonfinite.scan("encoding", stripe, narrow)
 
     def _narrow(self, encoded: Tensor, stripe: Layout) -> Tensor:
         check_encoded(encoded, self.stripe_nbytes(stripe))

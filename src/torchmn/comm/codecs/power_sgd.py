@@ -161,6 +161,9 @@ class PowerSGD(Codec):
         self._next_q.clear()
         self._step += isinstance(is_valid, Tensor) or is_valid
 
+    def warm_up(self, layout: Layout, device: torch.device) -> None:
+        kernels_for(device.type)
+
     def new_instance(self) -> PowerSGD:
         return PowerSGD(self.rank, seed=self.seed)
 

@@ -23,23 +23,17 @@ so that a zero among other values changes, but a block of zeros does not.
 Differences from CNTK: blocks of a fixed length instead of columns of a matrix (the columns of a 3x3
 convolution have 3 elements and gain nothing); levels over the ranges above instead of 4 standard
 deviations; small parameters are sent uncompressed.
-
-``stochastic=True`` rounds up or down at random so that the expected value is v (TernGrad, QSGD).
-The range is max|v|, or with 1 bit that between the extremes of the block. It is meant for use
-without `ErrorFeedback`.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchmn.base.errors import UsageError
-from torchmn.comm.codecs.base import IsValid, Lost, Side, StripeCodec, check_encoded, span_of
+from torchmn.comm.codecs.base import Lost, Side, StripeCodec, check_encoded, span_of
 from torchmn.comm.codecs.kernels import kernels_for
-from torchmn.comm.codecs.kernels.wire_format import Noise, QuantizationSpec, StripePlan, plan_stripe
+from torchmn.comm.codecs.kernels.wire_format import QuantizationSpec, StripePlan, plan_stripe
 from torchmn.comm.codecs.layout import Layout
 
 BLOCK_LENGTHS = {8: 512, 4: 512, 2: 512, 1: 1024}
@@ -48,34 +42,25 @@ BLOCK_LENGTHS = {8: 512, 4: 512, 2: 512, 1: 1024}
 class Quantized(StripeCodec):
     """A stripe codec with few bits per element. It is lossy: wrap it in `ErrorFeedback`.
 
-    ``block_length`` is a multiple of 32. ``seed`` is for stochastic rounding; use a different one
-    on each rank, such as ``comm.rank``, so that errors average out. Values outside the range of
-    float32 count as not finite. float64 buffers use float32 scales and float64 residuals.
+    ``block_length`` is a multiple of 32. Values outside the range of float32 count as not finite.
+    float64 buffers use float32 scales and float64 residuals. On CPUs it needs numba, on GPUs
+    Triton.
 
     Example:
         >>> Quantized(bits=4, block_length=256).bits  # with the scale of each block
         4.125
     """
 
-    def __init__(
-        self,
-        bits: int = 8,
-        *,
-        block_length: int | None = None,
-        stochastic: bool = False,
-        seed: int = 0,
-    ) -> None:
+    def __init__(self, bits: int = 8, *, block_length: int | None = None) -> None:
         super().__init__()
         if bits not in BLOCK_LENGTHS:
             raise UsageError(f"bits={bits} must be 8, 4, 2 or 1.")
         if block_length is not None and (block_length < 32 or block_length % 32):
             raise UsageError(f"block_length={block_length} must be a positive multiple of 32.")
-        self.spec = QuantizationSpec(bits, block_length or BLOCK_LENGTHS[bits], stochastic)
+        self.spec = QuantizationSpec(bits, block_length or BLOCK_LENGTHS[bits])
         self.block_length = self.spec.block_length
         self.bits = bits + 32 * self.spec.num_floats / self.block_length
-        self.seed = seed
-        self.name = ("1bit" if bits == 1 else f"int{bits}") + ("_stochastic" if stochastic else "")
-        self._step = 0
+        self.name = "1bit" if bits == 1 else f"int{bits}"
         self._plans: dict[Layout, StripePlan] = {}
 
     def stripe_nbytes(self, stripe: Layout) -> int:
@@ -106,19 +91,11 @@ class Quantized(StripeCodec):
             span.copy_(wide)
         self.nonfinite.record_flags("decoding", stripe, flags)
 
-    def finish(self, *, is_valid: IsValid) -> None:
-        super().finish(is_valid=is_valid)
-        # On a GPU the host does not know whether the exchange is valid: it counts in any case.
-        self._step += self.spec.is_stochastic and (isinstance(is_valid, Tensor) or is_valid)
-
     def warm_up(self, stripe: Layout, device: torch.device) -> None:
         """Compile the kernels for such stripes, which takes about ten seconds once per machine."""
         self.plan(stripe)
         sample = Layout.of([("", 0, (self.block_length,)), ("w", 2048, (2, 1024))], stripe.dtype)
-        # Another codec, so that this one records no flags and uses no random numbers.
-        probe = Quantized(
-            self.spec.bits, block_length=self.block_length, stochastic=self.spec.is_stochastic
-        )
+        probe = self.new_instance()  # so that this one records no flags
         values = torch.zeros(sample.end, dtype=sample.wide_dtype, device=device)
         encoded = torch.empty(probe.stripe_nbytes(sample), dtype=torch.uint8, device=device)
         probe.encode_stripe(values, sample, encoded)
@@ -128,22 +105,7 @@ class Quantized(StripeCodec):
             probe.decode_stripe(encoded, sample, values, add=add)
 
     def new_instance(self) -> StripeCodec:
-        spec = self.spec
-        return Quantized(
-            spec.bits,
-            block_length=spec.block_length,
-            stochastic=spec.is_stochastic,
-            seed=self.seed,
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `StripeCodec.state_dict`. Contains the position in the sequence of random numbers."""
-        return {"step": self._step} if self.spec.is_stochastic else {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if not self.spec.is_stochastic:
-            super().load_state_dict(state)
-        self._step = int(state.get("step", 0))
+        return Quantized(self.spec.bits, block_length=self.block_length)
 
     def plan(self, stripe: Layout) -> StripePlan:
         """The byte layout of a stripe, which is computed once and cached."""
@@ -157,14 +119,12 @@ class Quantized(StripeCodec):
     ) -> None:
         plan = self.plan(stripe)
         check_encoded(out, plan.nbytes)
-        noise = Noise(self.seed, self._step, side) if self.spec.is_stochastic else None
         span = span_of(values, stripe).to(stripe.wide_dtype).contiguous()
         kernels = kernels_for(values.device.type)
-        flags = kernels.encode(span, lost, out, plan, noise)
+        flags = kernels.encode(span, lost, out, plan)
         # An owner's sum is recorded when all ranks, this one included, decode it.
         if side == "worker":
             self.nonfinite.record_flags("encoding", stripe, flags)
 
     def __repr__(self) -> str:
-        stochastic = ", stochastic=True" if self.spec.is_stochastic else ""
-        return f"Quantized(bits={self.spec.bits}, block_length={self.block_length}{stochastic})"
+        return f"Quantized(bits={self.spec.bits}, block_length={self.block_length})"

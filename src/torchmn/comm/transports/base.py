@@ -193,8 +193,6 @@ class Transport(ABC):
     size: int
     is_trusted = False
     """Whether pickles from peers are accepted: only if no process outside the job can connect."""
-    is_threaded = True
-    """Whether threads other than the one that joined the world may call the transport."""
     is_concurrent = True
     """Whether two communicators of one rank may run collectives at the same time."""
     is_close_collective = False
@@ -444,7 +442,6 @@ class WrappingTransport(Transport):
         super().__init__(inner.rank, inner.size, inner.scratch)
         self.inner = inner
         self.is_trusted = inner.is_trusted
-        self.is_threaded = inner.is_threaded
         self.is_concurrent = inner.is_concurrent
         self.is_close_collective = inner.is_close_collective
         self.supports_nccl = inner.supports_nccl

@@ -25,10 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchmn.base.errors import LaunchError, PerformanceWarning, TimeLimitError, UnsupportedError
+from torchmn.base.errors import LaunchError, TimeLimitError, UnsupportedError
 from torchmn.base.log import Log
 from torchmn.base.terminal import say
-from torchmn.base.warn import warn
 from torchmn.cluster.environment_variables import EXIT_TIMEOUT_VARIABLE
 from torchmn.cluster.units import GiB, KiB
 from torchmn.comm.transports.base import (
@@ -55,8 +54,8 @@ and a parameter server has several threads."""
 class MpiTransport(Transport):
     """A transport over an MPI communicator, which it then owns (see `world`). *Collective.*
 
-    CUDA tensors are staged through pinned host memory. ``is_threaded`` tells whether MPI allows
-    calls from other threads, one at a time (THREAD_SERIALIZED or better).
+    CUDA tensors are staged through pinned host memory. Threads call MPI one at a time, which needs
+    THREAD_SERIALIZED.
     """
 
     name = "mpi"
@@ -70,7 +69,6 @@ class MpiTransport(Transport):
         self._mpi = load_mpi()
         self._comm = mpi_comm
         super().__init__(mpi_comm.Get_rank(), mpi_comm.Get_size(), scratch)
-        self.is_threaded = self._mpi.Query_thread() >= self._mpi.THREAD_SERIALIZED
         self._staging = Staging()
         self._native = _native_types(self._mpi)
         self._ops = {
@@ -87,18 +85,16 @@ class MpiTransport(Transport):
             mpi = load_mpi()
         if mpi.Is_finalized():
             raise LaunchError("MPI is already finalized; a process can join it only once.")
+        if mpi.Query_thread() < mpi.THREAD_SERIALIZED:
+            raise UnsupportedError(
+                "MPI was initialized below THREAD_SERIALIZED, so the thread that exchanges "
+                "gradients must not call it. Create the communicator before importing mpi4py.MPI, "
+                "or set mpi4py.rc.thread_level = 'serialized'."
+            )
         # A duplicate, so that messages of torchmn never match those of the script.
         comm, request = mpi.COMM_WORLD.Idup()
         transport = cls(comm)
         transport._wait([request], TimeLimit(timeout_s), "joining MPI.COMM_WORLD")
-        if not transport.is_threaded and transport.rank == 0:
-            warn(
-                "MPI was initialized below THREAD_SERIALIZED, so no second thread may call it: "
-                "gradients are exchanged after backward instead of during it. Create the "
-                "communicator before importing mpi4py.MPI, or set mpi4py.rc.thread_level = "
-                "'serialized'.",
-                PerformanceWarning,
-            )
         return transport
 
     def exchange(

@@ -12,10 +12,9 @@ import sys
 import torch
 from packaging.version import Version
 
+from tests.unit.comm.codecs.kernels import reference
 from torchmn.comm.codecs import Layout, Quantized
 from torchmn.comm.codecs.base import Lost
-from torchmn.comm.codecs.kernels import reference
-from torchmn.comm.codecs.kernels.wire_format import Noise
 from torchmn.comm.codecs.layout import Segment
 
 SIZES = [(1,), (33,), (512,), (1030, 96), (700, 5, 1999), (5000, 1999, 2048)]
@@ -26,14 +25,14 @@ BAD = [[1.0, float("inf")], [1.0, float("nan")], [float("-inf"), 2.0]]
 def compare(device: str) -> int:
     """Raises AssertionError where they differ; returns the number of cases."""
     num_cases = 0
-    for bits, is_stochastic, dtype, sizes in itertools.product(
-        (8, 4, 2, 1), (False, True), (torch.float32, torch.float64), SIZES
+    for bits, dtype, sizes in itertools.product(
+        (8, 4, 2, 1), (torch.float32, torch.float64), SIZES
     ):
         stripe = layout(sizes, dtype)
         generator = torch.Generator().manual_seed(bits + len(sizes))
         values = torch.randn(stripe.end, generator=generator, dtype=dtype)
         residual = torch.randn(stripe.end, generator=generator, dtype=dtype)
-        codec = Quantized(bits, block_length=96 if 700 in sizes else 512, stochastic=is_stochastic)
+        codec = Quantized(bits, block_length=96 if 700 in sizes else 512)
         for lost in (residual, None):
             _compare(device, codec, stripe, values, lost)
             num_cases += 1
@@ -63,18 +62,17 @@ def _compare(
     from torchmn.comm.codecs.kernels import cuda
 
     plan = codec.plan(stripe)
-    noise = Noise(3, 5, "worker") if codec.spec.is_stochastic else None
     encoded = torch.zeros(plan.nbytes, dtype=torch.uint8)
     lost = None if residual is None else Lost(residual, torch.zeros_like(residual))
-    flags = reference.encode(values, lost, encoded, plan, noise)
+    flags = reference.encode(values, lost, encoded, plan)
 
     there = torch.zeros(plan.nbytes, dtype=torch.uint8, device=device)
     lost_there = None if lost is None else Lost(*(each.to(device) for each in lost))
-    flags_there = cuda.encode(values.to(device), lost_there, there, plan, noise).cpu()
+    flags_there = cuda.encode(values.to(device), lost_there, there, plan).cpu()
     what = f"{codec!r}, {stripe.dtype}, {[s.numel for s in stripe.segments]}, {values[:3].tolist()}"
     assert torch.equal(flags_there, flags), what
     # Scales of 4 and 2 bits and the values of 1 bit are sums, which are added in another order.
-    if codec.spec.bits == 8 or codec.spec.is_stochastic:
+    if codec.spec.bits == 8:
         differ = (there.cpu() != encoded).nonzero().flatten()[:9].tolist()
         assert not differ, f"{what}: bytes {differ}"
         if lost is not None:
@@ -158,19 +156,18 @@ def compile_all() -> int:
         num_compiled += 1
 
     shared = {"flags": "*u8", "table": "*i64"}
-    for bits, is_stochastic in itertools.product((8, 4, 2, 1), (False, True)):
+    for bits, wide in itertools.product((8, 4, 2, 1), ("*fp32", "*fp64")):
         plan = Quantized(bits).plan(layout((700,), torch.float32))
-        wide = "*fp64" if is_stochastic else "*fp32"
         compile_one(
             cuda._encode,
             {"values": wide, "residual": wide, "new_residual": wide, "out": "*u8"}
-            | {"floats": "*fp32", "wide": wide, **shared, "keys": "*i64"},
-            {**cuda._constants(plan), "IS_STOCHASTIC": is_stochastic, "HAS_RESIDUAL": True},
+            | {"floats": "*fp32", "wide": wide, **shared},
+            {**cuda._constants(plan), "HAS_RESIDUAL": True},
         )
         compile_one(
             cuda._decode,
             {"encoded": "*u8", "floats": "*fp32", "wide": wide, "out": wide, **shared},
-            {**cuda._constants(plan), "ADD": is_stochastic},
+            {**cuda._constants(plan), "ADD": True},
         )
     return num_compiled
 

@@ -109,50 +109,6 @@ def test_odd_sizes_dtypes_and_strides(
         assert (expected - dense).float().norm() < dense.float().norm()
 
 
-@pytest.mark.parametrize("bits", [8, 4, 2, 1])
-def test_stochastic_rounding_has_the_right_expectation(bits: int) -> None:
-    values = torch.linspace(-1, 1, 256) ** 3
-    codec = Quantized(bits, stochastic=True)
-    total = torch.zeros(256, dtype=torch.float64)
-    num = 2000
-    for _ in range(num):
-        total += through(codec, values)
-        codec.finish(is_valid=True)
-    # standard error of each element: at most half a step / sqrt(num)
-    step = {8: 1 / 127, 4: 1 / 7, 2: 1.0, 1: 2.0}[bits]
-    off = (total / num - values).abs() / (step / 2 / num**0.5)
-    assert off.max() < 4.5
-    assert (total[values == 0] == 0).all()
-    assert relative_error(Quantized(bits, stochastic=True), values) > relative_error(
-        Quantized(bits), values
-    )
-
-
-def test_random_numbers_differ_between_steps_seeds_parameters_and_sides() -> None:
-    values = torch.full((4096,), 0.3)
-    values[::64] = 1.0
-    stripe = Layout((Segment("a", 0, 2048), Segment("b", 2048, 2048)))
-
-    def encoded(codec: Quantized, side: str = "worker") -> Tensor:
-        out = torch.empty(codec.stripe_nbytes(stripe), dtype=torch.uint8)
-        codec.encode_stripe(values, stripe, out, side)
-        return out
-
-    codec = Quantized(4, stochastic=True)
-    first = encoded(codec)
-    assert torch.equal(first, encoded(codec))
-    assert not torch.equal(first, encoded(codec, "owner"))
-    assert not torch.equal(first, encoded(Quantized(4, stochastic=True, seed=1)))
-    a, b = first.chunk(2)
-    assert not torch.equal(a, b)
-    codec.finish(is_valid=True)
-    second = encoded(codec)
-    assert not torch.equal(first, second)
-    resumed = Quantized(4, stochastic=True)
-    resumed.load_state_dict(codec.state_dict())
-    assert torch.equal(second, encoded(resumed))
-
-
 def test_invalid_arguments() -> None:
     with pytest.raises(UsageError, match="bits=3 must be 8, 4, 2 or 1"):
         Quantized(3)

@@ -1,59 +1,51 @@
-"""The kernels of codecs (reference, CPU and CUDA) and their byte format."""
+"""The kernels of codecs for CPUs and GPUs, and the byte format of quantized gradients."""
 
 from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 from typing import Protocol, cast
 
 from torch import Tensor
 
-from torchmn.base.errors import PerformanceWarning
-from torchmn.base.warn import warn
+from torchmn.base.errors import raise_if_unknown, require
 from torchmn.comm.codecs.base import Lost
-from torchmn.comm.codecs.kernels.wire_format import Noise, StripePlan
+from torchmn.comm.codecs.kernels.wire_format import StripePlan
 
 
 class Kernels(Protocol):
-    """The functions of the modules `reference`, `cpu` and `cuda`."""
+    """The functions of the modules `cpu` and `cuda`."""
 
-    def encode(
-        self, values: Tensor, lost: Lost | None, out: Tensor, plan: StripePlan, noise: Noise | None
-    ) -> Tensor:
-        """See `reference.encode`."""
+    def encode(self, values: Tensor, lost: Lost | None, out: Tensor, plan: StripePlan) -> Tensor:
+        """Encode a stripe; returns flags (num_segments,) uint8, nonzero for segments not finite.
+
+        ``values`` is (span,) in the wide dtype, ``out`` is (plan.nbytes,) uint8. ``lost``: see
+        `StripeCodec.encode_with_feedback`. A block that is not finite is encoded as NaN.
+        """
 
     def decode(self, encoded: Tensor, out: Tensor, plan: StripePlan, *, add: bool) -> Tensor:
-        """See `reference.decode`."""
+        """Decode into ``out`` (span,) in the wide dtype, or add to it; returns such flags."""
 
     def outer_sum(self, p: Tensor, q: Tensor, out: Tensor) -> None:
-        """See `reference.outer_sum`."""
+        """Write the product of ``p`` (n, r) and the transpose of ``q`` (m, r) to ``out`` (n, m).
+
+        Terms are added in the order of r, and every product and sum is rounded, so the bits are
+        the same on every machine, which matrix products do not guarantee.
+        """
 
     def subtract_outer_(self, v: Tensor, p: Tensor, q: Tensor) -> None:
-        """See `reference.subtract_outer_`."""
+        """Subtract the product of ``p`` (n, r) and the transpose of ``q`` (m, r) from ``v``."""
 
 
-_COMPILERS = {"cpu": ("numba", "cpu"), "cuda": ("triton", "cuda")}
+_COMPILERS = {"cpu": ("numba", "torchmn[compression]"), "cuda": ("triton", "triton")}
+"""By device type: the module that compiles the kernels, and what to install for it."""
 
 
 @functools.cache
 def kernels_for(device_type: str) -> Kernels:
-    """The fastest kernels available for a device type. Warns once if they are not compiled."""
-    compiler, module = _COMPILERS.get(device_type, ("", ""))
-    if compiler and importlib.util.find_spec(compiler) is not None:
-        return _load(module)
-    cure = {
-        "numba": " Install numba: pip install 'torchmn[compression]'.",
-        "triton": " Install triton.",
-    }
-    warn(
-        f"Gradients on {device_type} are quantized with plain torch, about ten times slower than "
-        f"with compiled kernels.{cure.get(compiler, '')}",
-        PerformanceWarning,
-    )
-    return _load("reference")
-
-
-def _load(module: str) -> Kernels:
-    # Imported on first use: a compiler takes a second to import and may not be installed.
-    return cast(Kernels, importlib.import_module(f"torchmn.comm.codecs.kernels.{module}"))
+    """The kernels for a device type. Raises UnsupportedError: their compiler is not installed."""
+    raise_if_unknown("device of quantized gradients", device_type, _COMPILERS)
+    compiler, package = _COMPILERS[device_type]
+    require(compiler, f"Compressing gradients on {device_type}", package)
+    # On first use, because the compilers take a second to import.
+    return cast(Kernels, importlib.import_module(f"torchmn.comm.codecs.kernels.{device_type}"))

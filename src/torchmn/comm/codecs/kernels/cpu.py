@@ -3,8 +3,8 @@
 A block stays in the first-level cache while it is read twice, first for its range and then to be
 quantized. Each inner loop does one thing and runs over slices from 0, so that LLVM vectorizes it
 (4 ms instead of 32 ms as one scalar loop, for 7.5 million elements in 8 bits). Operations are
-neither reordered nor fused (no fastmath): results are bit-identical to `reference`. Sums use 32
-lanes that are added at the end.
+neither reordered nor fused (no fastmath), so that results are the same on every machine. Sums use
+32 lanes that are added at the end.
 
 Importing this module takes a second and needs numba; `torchmn.comm.codecs.kernels` does it.
 """
@@ -27,17 +27,13 @@ from torchmn.comm.codecs.kernels.wire_format import (
     LANES,
     MIN_BLOCK_RANGE,
     NUMEL,
-    OFFSET,
     START,
-    Noise,
     StripePlan,
 )
 
 _ROUND = np.float32(12582912.0)  # 1.5 * 2**23: adding and subtracting it rounds to even
 _ZERO = np.float32(0)
 _ONE = np.float32(1)
-_HALF = np.float32(0.5)
-_ULP = np.float32(2.0**-23)
 _MIN_BLOCK_RANGE = np.float32(MIN_BLOCK_RANGE)
 _CLIP_FACTOR_4BIT = np.float32(CLIP_FACTOR_4BIT)
 _NAN = np.float32(np.nan)
@@ -52,30 +48,25 @@ _inner = njit(  # wrappers for calls from Python would take as long to compile a
 )
 
 
-def encode(
-    values: Tensor, lost: Lost | None, out: Tensor, plan: StripePlan, noise: Noise | None
-) -> Tensor:
-    """See `reference.encode`."""
+def encode(values: Tensor, lost: Lost | None, out: Tensor, plan: StripePlan) -> Tensor:
+    """See `Kernels.encode`."""
     flags = np.zeros(len(plan.table), np.uint8)
     spec = plan.spec
-    keys = np.zeros(len(plan.table), np.uint32) if noise is None else noise.keys(plan.stripe)
     _encode(
         values.numpy(),
         None if lost is None else lost.before.numpy(),
         None if lost is None else lost.now.numpy(),
         plan.table,
-        keys,
         out.numpy(),
         flags,
         spec.bits,
         spec.block_length,
-        spec.is_stochastic,
     )
     return torch.from_numpy(flags)
 
 
 def decode(encoded: Tensor, out: Tensor, plan: StripePlan, *, add: bool) -> Tensor:
-    """See `reference.decode`."""
+    """See `Kernels.decode`."""
     flags = np.zeros(len(plan.table), np.uint8)
     spec = plan.spec
     _decode(encoded.numpy(), out.numpy(), plan.table, flags, spec.bits, spec.block_length, add)
@@ -83,12 +74,12 @@ def decode(encoded: Tensor, out: Tensor, plan: StripePlan, *, add: bool) -> Tens
 
 
 def outer_sum(p: Tensor, q: Tensor, out: Tensor) -> None:
-    """See `reference.outer_sum`."""
+    """See `Kernels.outer_sum`."""
     _outer_sum(p.contiguous().numpy(), q.T.contiguous().numpy(), out.numpy())
 
 
 def subtract_outer_(v: Tensor, p: Tensor, q: Tensor) -> None:
-    """See `reference.subtract_outer_`."""
+    """See `Kernels.subtract_outer_`."""
     _subtract_outer(v.numpy(), p.contiguous().numpy(), q.T.contiguous().numpy())
 
 
@@ -119,9 +110,7 @@ def _outer_sum(p, q_rows, out):
 
 
 @_entry
-def _encode(
-    values, residual, new_residual, table, keys, out, flags, bits, block_length, is_stochastic
-):
+def _encode(values, residual, new_residual, table, out, flags, bits, block_length):
     work = np.empty(block_length, np.float32)
     codes = np.empty(block_length, np.uint8)
     lanes = np.empty((3, _LANES), np.float32)
@@ -144,7 +133,7 @@ def _encode(
                 _narrow(v, w)
             else:
                 _add(v, residual[begin:end], w)
-            low, high = _two_values(w, lanes, bits, is_stochastic, levels)
+            low, high = _two_values(w, lanes, bits, levels)
             if not (np.isfinite(low) and np.isfinite(high)):
                 # NaN as the scale makes all ranks decode NaN; the residual must not become NaN.
                 flags[s] = 1
@@ -156,21 +145,14 @@ def _encode(
                 floats[pair] = low
                 if bits == 1:
                     floats[pair + 1] = high
-                counter = np.uint32(np.uint32(table[s, OFFSET] + first) + keys[s])
                 if bits == 1:
-                    if is_stochastic:
-                        _draw_bits(w, c, low, high, counter)
-                    else:
-                        _signs(w, c)
+                    _signs(w, c)
                     if new_residual is not None:
                         _residual_of_bits(
                             v, residual[begin:end], new_residual[begin:end], c, low, high
                         )
                 else:
-                    if is_stochastic:
-                        _round_randomly(w, c, high, levels, counter)
-                    else:
-                        _round(w, c, high, levels)
+                    _round(w, c, high, levels)
                     if new_residual is not None:
                         _residual_of_codes(
                             v, residual[begin:end], new_residual[begin:end], c, low, levels
@@ -215,15 +197,15 @@ def _largest(work, lanes):
 
 
 @_inner
-def _two_values(work, lanes, bits, is_stochastic, levels):
+def _two_values(work, lanes, bits, levels):
     """The scale of a block and its inverse; with 1 bit its two values. NaN if not finite."""
     largest = _largest(work, lanes)
     if not np.isfinite(largest):
         return _NAN, _NAN
     if bits == 1:
-        return _extremes(work, lanes) if is_stochastic else _means_by_sign(work, lanes)
+        return _means_by_sign(work, lanes)
     span = largest
-    if bits < 8 and not is_stochastic:
+    if bits < 8:
         squares, magnitudes = _moments(work, lanes)
         if np.isfinite(squares) and magnitudes > _ZERO:
             typical = squares / magnitudes
@@ -281,14 +263,6 @@ def _means_by_sign(work, lanes):
 
 
 @_inner
-def _extremes(work, lanes):
-    low = high = work[0]
-    for i in range(work.size):
-        low, high = min(low, work[i]), max(high, work[i])
-    return low, high
-
-
-@_inner
 def _round(work, codes, inverse, levels):
     top = np.int32(levels)
     for i in range(codes.size):
@@ -297,41 +271,9 @@ def _round(work, codes, inverse, levels):
 
 
 @_inner
-def _hash(counter):
-    """A 32-bit integer hash (`lowbias32` by Chris Wellons, public domain)."""
-    x = np.uint32(counter ^ (counter >> np.uint32(16)))
-    x = np.uint32(x * np.uint32(0x7FEB352D))
-    x = np.uint32(x ^ (x >> np.uint32(15)))
-    x = np.uint32(x * np.uint32(0x846CA68B))
-    return np.uint32(x ^ (x >> np.uint32(16)))
-
-
-@_inner
-def _chance(counter):
-    """A pseudorandom number in (0, 1), an odd multiple of 2**-24."""
-    return (np.float32(_hash(counter) >> np.uint32(9)) + _HALF) * _ULP
-
-
-@_inner
-def _round_randomly(work, codes, inverse, levels, counter):
-    top = np.int32(levels)
-    for i in range(codes.size):
-        shift = _chance(np.uint32(counter + np.uint32(i))) - _HALF
-        q = np.int32((work[i] * inverse + shift + _ROUND) - _ROUND)
-        codes[i] = np.uint8(min(max(q, -top), top) + top)
-
-
-@_inner
 def _signs(work, codes):
     for i in range(codes.size):
         codes[i] = np.uint8(work[i] >= _ZERO)
-
-
-@_inner
-def _draw_bits(work, codes, low, high, counter):
-    width = high - low
-    for i in range(codes.size):
-        codes[i] = np.uint8(_chance(np.uint32(counter + np.uint32(i))) * width < work[i] - low)
 
 
 @_inner

@@ -4,8 +4,8 @@ A block is a matrix (planes, bytes): column j holds the elements whose codes sha
 `wire_format`. A program encodes or decodes several whole blocks of one parameter, whose positions
 are constants then, so that neighbouring elements are loaded together; or one block, which may be
 shorter; or a part of a small parameter, which is copied. Divisions are exact and products are not
-fused with additions, so that results are bit-identical to `reference`, except that with 4, 2 and 1
-bits scales are summed in another order. With ``TRITON_INTERPRET=1``, set before Triton is imported,
+fused with additions, so that results are bit-identical to `cpu`, except that with 4, 2 and 1 bits
+scales are summed in another order. With ``TRITON_INTERPRET=1``, set before Triton is imported,
 the kernels run on CPU tensors.
 """
 
@@ -25,7 +25,6 @@ import triton.language as tl
 from torch import Tensor
 
 from torchmn.comm.codecs.base import Lost
-from torchmn.comm.codecs.kernels.reference import outer_sum, subtract_outer_
 from torchmn.comm.codecs.kernels.wire_format import (
     CLIP_FACTOR_4BIT,
     CODES,
@@ -33,14 +32,10 @@ from torchmn.comm.codecs.kernels.wire_format import (
     IS_SMALL,
     MIN_BLOCK_RANGE,
     NUMEL,
-    OFFSET,
     START,
-    Noise,
     StripePlan,
 )
 from torchmn.comm.streams import streams_of
-
-__all__ = ["decode", "encode", "outer_sum", "subtract_outer_"]
 
 EXACT = {"enable_fp_fusion": False}
 """Options of all kernels: products and sums are rounded separately."""
@@ -48,7 +43,7 @@ _PROGRAM_NUMEL = 1024
 """The elements of a program: 8 for each of its 128 threads."""
 _VECTOR_NUMEL = tl.constexpr(16)
 """Parameters that begin at a multiple of this, as in buckets, are read by vectors of elements."""
-_NUM_COLUMNS = 7
+_NUM_COLUMNS = 6
 _NUM_FLAGS = 4096
 _POINTER_NBYTES = 16
 """Triton compiles a kernel once more for tensors that do not begin at a multiple of this."""
@@ -63,21 +58,14 @@ _CHUNK = tl.constexpr(_PROGRAM_NUMEL)
 _programs: weakref.WeakKeyDictionary[StripePlan, Tensor] = weakref.WeakKeyDictionary()
 """What each program does with a stripe of a plan, on its GPU.
 
-Columns: start, length, float index, byte, segment, counter, kind.
+Columns: start, length, float index, byte, segment, kind.
 """
 
 
-def encode(
-    values: Tensor, lost: Lost | None, out: Tensor, plan: StripePlan, noise: Noise | None
-) -> Tensor:
-    """See `reference.encode`."""
+def encode(values: Tensor, lost: Lost | None, out: Tensor, plan: StripePlan) -> Tensor:
+    """See `Kernels.encode`."""
     programs = _programs_of(plan, values.device)
     flags = _cleared_flags(len(plan.table), values.device)
-    keys_there = programs  # not read without noise
-    if noise is not None:
-        keys = torch.from_numpy(noise.keys(plan.stripe).astype(np.int64))
-        keys_there = torch.empty(keys.shape, dtype=keys.dtype, device=values.device)
-        streams_of(values.device).send(keys, keys_there)  # unlike .to(): no wait
     if len(programs):
         with torch.cuda.device_of(out):  # Triton launches on the current device
             _encode[(len(programs),)](
@@ -89,8 +77,6 @@ def encode(
                 out.view(values.dtype),
                 flags,
                 programs,
-                keys_there,
-                IS_STOCHASTIC=plan.spec.is_stochastic,
                 HAS_RESIDUAL=lost is not None,
                 **_constants(plan),
                 **EXACT,
@@ -99,7 +85,7 @@ def encode(
 
 
 def decode(encoded: Tensor, out: Tensor, plan: StripePlan, *, add: bool) -> Tensor:
-    """See `reference.decode`."""
+    """See `Kernels.decode`."""
     programs = _programs_of(plan, out.device)
     flags = _cleared_flags(len(plan.table), out.device)
     if len(programs):
@@ -116,6 +102,19 @@ def decode(encoded: Tensor, out: Tensor, plan: StripePlan, *, add: bool) -> Tens
                 **EXACT,
             )
     return flags
+
+
+def outer_sum(p: Tensor, q: Tensor, out: Tensor) -> None:
+    """See `Kernels.outer_sum`."""
+    torch.mul(p[:, :1], q[:, 0], out=out)
+    for k in range(1, p.shape[1]):
+        out += p[:, k : k + 1] * q[:, k]
+
+
+def subtract_outer_(v: Tensor, p: Tensor, q: Tensor) -> None:
+    """See `Kernels.subtract_outer_`."""
+    for k in range(p.shape[1]):
+        v -= p[:, k : k + 1] * q[:, k]
 
 
 def _constants(plan: StripePlan) -> dict[str, int]:
@@ -173,14 +172,13 @@ def _rows_of(segment: int, row: list[int], plan: StripePlan) -> npt.NDArray[np.i
     first = index * step
     found = np.zeros((len(first), _NUM_COLUMNS), np.int64)
     found[:, 0], found[:, 1] = row[START] + first, np.minimum(step, numel - first)
-    found[:, 4], found[:, 6] = segment, (_SMALL if is_small else _SINGLE).value
+    found[:, 4], found[:, 5] = segment, (_SMALL if is_small else _SINGLE).value
     if is_small:
         found[:, 2] = row[CODES] // plan.stripe.wide_dtype.itemsize + first
     else:
-        found[:num_whole, 6] = _WHOLE.value
+        found[:num_whole, 5] = _WHOLE.value
         found[:, 2] = row[FLOATS] // 4 + index * spec.num_floats
         found[:, 3] = row[CODES] + index * spec.block_length * spec.bits // 8
-        found[:, 5] = row[OFFSET] + first
     return found
 
 
@@ -188,18 +186,6 @@ def _rows_of(segment: int, row: list[int], plan: StripePlan) -> npt.NDArray[np.i
 @triton.jit
 def _is_infinite(x):
     return (x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) >= _INFINITE_BITS
-
-
-@triton.jit
-def _chance(counter):
-    """A pseudorandom number in (0, 1), an odd multiple of 2**-24: `lowbias32` of a counter."""
-    x = counter
-    x = x ^ (x >> 16)
-    x = x * tl.full([], 0x7FEB352D, tl.uint32)
-    x = x ^ (x >> 15)
-    x = x * tl.full([], 0x846CA68B, tl.uint32)
-    x = x ^ (x >> 16)
-    return ((x >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
 
 
 @triton.jit
@@ -216,8 +202,8 @@ def _each(x):
 
 @triton.jit
 def _encode_blocks(
-    row, values, residual, new_residual, out, floats, flags, keys,
-    BITS: tl.constexpr, IS_STOCHASTIC: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    row, values, residual, new_residual, out, floats, flags,
+    BITS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     LENGTH: tl.constexpr, BYTES: tl.constexpr, NUM: tl.constexpr, ARE_WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Encode ``NUM`` whole blocks, or one that may be shorter."""
@@ -225,7 +211,7 @@ def _encode_blocks(
     LEVELS: tl.constexpr = (1 << (BITS - 1)) - 1
     FLOATS_OF_BLOCK: tl.constexpr = 2 if BITS == 1 else 1
     start, length, pair = tl.load(row), tl.load(row + 1), tl.load(row + 2)
-    byte, segment, counter = tl.load(row + 3), tl.load(row + 4), tl.load(row + 5)
+    byte, segment = tl.load(row + 3), tl.load(row + 4)
     block = tl.arange(0, NUM)
     plane = tl.arange(0, PLANES)[None, :, None]
     column = tl.arange(0, BYTES)[None, None, :]
@@ -251,18 +237,14 @@ def _encode_blocks(
     is_bad = largest_bits >= _INFINITE_BITS
     # tl.where() evaluates both of its values, so divisors below must never be zero.
     if BITS == 1:
-        if IS_STOCHASTIC:
-            low = tl.min(tl.min(tl.where(mask, w, float("inf")), axis=2), axis=1)
-            high = tl.max(tl.max(tl.where(mask, w, float("-inf")), axis=2), axis=1)
-        else:
-            is_above = mask & (w >= 0.0)
-            num_above = _total(is_above.to(tl.float32))
-            num_below = numel - num_above
-            low = tl.div_rn(_total(tl.where(is_above, 0.0, w)), tl.maximum(num_below, 1.0))
-            high = tl.div_rn(_total(tl.where(is_above, w, 0.0)), tl.maximum(num_above, 1.0))
+        is_above = mask & (w >= 0.0)
+        num_above = _total(is_above.to(tl.float32))
+        num_below = numel - num_above
+        low = tl.div_rn(_total(tl.where(is_above, 0.0, w)), tl.maximum(num_below, 1.0))
+        high = tl.div_rn(_total(tl.where(is_above, w, 0.0)), tl.maximum(num_above, 1.0))
     else:
         span = largest_bits.to(tl.float32, bitcast=True)
-        if BITS < 8 and not IS_STOCHASTIC:
+        if BITS < 8:
             squares, magnitudes = _total(w * w), _total(tl.abs(w))
             tiny = tl.full([], 1e-38, tl.float32)
             typical = tl.div_rn(squares, tl.maximum(magnitudes, tiny))
@@ -276,21 +258,12 @@ def _encode_blocks(
         high = tl.where(is_zero, 0.0, tl.div_rn(top, tl.maximum(span, _MIN_BLOCK_RANGE)))
     low, high = low.to(tl.float32), high.to(tl.float32)
     is_bad = is_bad | _is_infinite(low) | _is_infinite(high)
-    if IS_STOCHASTIC:
-        # Counters wrap around at 32 bits, as in the other kernels.
-        first = (tl.load(keys + segment) + counter) & 0xFFFFFFFF
-        chance = _chance(first.to(tl.uint32) + element.to(tl.uint32))
     if BITS == 1:
-        if IS_STOCHASTIC:
-            codes = (chance * _each(high - low) < w - _each(low)).to(tl.int32)
-        else:
-            codes = (w >= 0.0).to(tl.int32)
+        codes = (w >= 0.0).to(tl.int32)
         decoded = tl.where(codes == 1, _each(high), _each(low))
     else:
         # The conversion of NaN to an integer is undefined.
         scaled = tl.where(_each(is_bad), 0.0, w * _each(high))
-        if IS_STOCHASTIC:
-            scaled += chance - 0.5
         q = ((scaled + _ROUND) - _ROUND).to(tl.int32)
         q = tl.minimum(tl.maximum(q, -LEVELS), LEVELS)
         decoded = q.to(tl.float32) * _each(low)
@@ -378,18 +351,18 @@ def _copy_small(row, buffer, encoded, flags, ADD: tl.constexpr, OUT: tl.constexp
 
 @triton.jit
 def _encode(
-    values, residual, new_residual, out, floats, wide, flags, table, keys,
-    BITS: tl.constexpr, IS_STOCHASTIC: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    values, residual, new_residual, out, floats, wide, flags, table,
+    BITS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     LENGTH: tl.constexpr, BYTES: tl.constexpr, NUM: tl.constexpr,
 ):  # fmt: skip
-    row = table + tl.program_id(0) * 7
-    kind = tl.load(row + 6)
+    row = table + tl.program_id(0) * 6
+    kind = tl.load(row + 5)
     if kind == _WHOLE:
-        _encode_blocks(row, values, residual, new_residual, out, floats, flags, keys, BITS,
-                       IS_STOCHASTIC, HAS_RESIDUAL, LENGTH, BYTES, NUM, True)  # fmt: skip
+        _encode_blocks(row, values, residual, new_residual, out, floats, flags, BITS,
+                       HAS_RESIDUAL, LENGTH, BYTES, NUM, True)  # fmt: skip
     elif kind == _SINGLE:
-        _encode_blocks(row, values, residual, new_residual, out, floats, flags, keys, BITS,
-                       IS_STOCHASTIC, HAS_RESIDUAL, LENGTH, BYTES, 1, False)  # fmt: skip
+        _encode_blocks(row, values, residual, new_residual, out, floats, flags, BITS,
+                       HAS_RESIDUAL, LENGTH, BYTES, 1, False)  # fmt: skip
     else:
         _copy_small(row, values, wide, flags, False, True)
 
@@ -400,8 +373,8 @@ def _decode(
     BITS: tl.constexpr, ADD: tl.constexpr,
     LENGTH: tl.constexpr, BYTES: tl.constexpr, NUM: tl.constexpr,
 ):  # fmt: skip
-    row = table + tl.program_id(0) * 7
-    kind = tl.load(row + 6)
+    row = table + tl.program_id(0) * 6
+    kind = tl.load(row + 5)
     if kind == _WHOLE:
         _decode_blocks(row, encoded, floats, out, flags, BITS, ADD, LENGTH, BYTES, NUM, True)
     elif kind == _SINGLE:

@@ -14,7 +14,6 @@ is 1 for values that are not negative.
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,7 +30,7 @@ MIN_BLOCK_RANGE = 1e-36
 CLIP_FACTOR_4BIT = 2.5
 """With 4 bits, values are clipped at this multiple of their typical size."""
 
-START, NUMEL, IS_SMALL, FLOATS, CODES, OFFSET = range(6)
+START, NUMEL, IS_SMALL, FLOATS, CODES = range(5)
 """Columns of `StripePlan.table`."""
 
 
@@ -41,7 +40,6 @@ class QuantizationSpec:
 
     bits: int
     block_length: int
-    is_stochastic: bool
 
     @property
     def levels(self) -> int:
@@ -56,7 +54,7 @@ class QuantizationSpec:
 
 @dataclass(frozen=True, eq=False)
 class StripePlan:
-    """The byte layout of a stripe. ``table`` is (num_segments, 6) int64, relative to the stripe."""
+    """The byte layout of a stripe. ``table`` is (num_segments, 5) int64, relative to the stripe."""
 
     spec: QuantizationSpec
     stripe: Layout
@@ -67,14 +65,13 @@ class StripePlan:
 
 def plan_stripe(stripe: Layout, spec: QuantizationSpec) -> StripePlan:
     """Compute the byte layout of a stripe."""
-    table = np.zeros((len(stripe.segments), 6), dtype=np.int64)
+    table = np.zeros((len(stripe.segments), 5), dtype=np.int64)
     position = num_blocks = 0
     for row, segment in zip(table, stripe.segments, strict=True):
         row[START] = segment.start - stripe.begin
         row[NUMEL] = segment.numel
         row[IS_SMALL] = segment.is_small
         row[FLOATS] = row[CODES] = position
-        row[OFFSET] = segment.offset
         if segment.is_small:
             position = aligned(position + segment.numel * stripe.wide_dtype.itemsize)
             continue
@@ -83,23 +80,3 @@ def plan_stripe(stripe: Layout, spec: QuantizationSpec) -> StripePlan:
         row[CODES] = position + 4 * spec.num_floats * blocks
         position = aligned(int(row[CODES]) + -(-segment.numel * spec.bits // 8))
     return StripePlan(spec, stripe, table, position, num_blocks)
-
-
-# Random numbers for stochastic rounding: a function of seed, step, parameter and element.
-#
-# They do not depend on the distribution of parameters to buckets and stripes and are the same for
-# every kernel. The step is the only state.
-
-
-@dataclass(frozen=True)
-class Noise:
-    """The random numbers of an encoding: the hash of key + i for element i of a parameter."""
-
-    seed: int
-    step: int
-    side: str
-
-    def keys(self, stripe: Layout) -> npt.NDArray[np.uint32]:
-        """The first counter of each parameter, (num_segments,)."""
-        words = (f"{self.seed}/{self.step}/{self.side}/{s.name}" for s in stripe.segments)
-        return np.array([zlib.crc32(word.encode()) for word in words], dtype=np.uint32)

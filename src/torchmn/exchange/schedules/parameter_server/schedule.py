@@ -393,11 +393,6 @@ class ParameterServer(Schedule):
                 "parameter_server goes through host memory, over gloo or MPI, and pure_nccl uses "
                 "neither. Use 'flat' or 'hierarchical', also for GPUs."
             )
-        if comm.size > 1 and not comm.engine.is_threaded:
-            raise UnsupportedError(
-                "parameter_server uses MPI from several threads, and MPI was initialized below "
-                "THREAD_SERIALIZED. Create the communicator before importing mpi4py.MPI."
-            )
 
     def _raise_if_misused(self, closure: Callable[[], float] | None) -> None:
         rank_label = self._comm.rank_label

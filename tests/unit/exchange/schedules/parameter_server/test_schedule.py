@@ -86,14 +86,6 @@ class TestWhatIsRefused:
         with pytest.raises(UnsupportedError, match="parameter_server has no codec, and int8"):
             self.refuse(2, ParameterServer(), codec="int8")
 
-    def test_an_mpi_for_one_thread(self) -> None:
-        def job(comm: Communicator) -> None:
-            comm.engine.is_threaded = False
-            make(comm, mlp(), ParameterServer())
-
-        with pytest.raises(UnsupportedError, match="THREAD_SERIALIZED"):
-            run_ranks(job, 2)
-
     def test_closures(self) -> None:
         def job(comm: Communicator) -> None:
             make(comm, mlp(), ParameterServer()).step(lambda: 0.0)

@@ -1,6 +1,6 @@
-"""Reference kernels in plain torch, for any device. The compiled kernels are tested against them.
+"""The kernels in plain torch, where blocks are rows of a matrix.
 
-Blocks are rows of a matrix. They are slow, but bit-identical to the compiled kernels.
+The compiled kernels have to give the same bits.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from torchmn.comm.codecs.kernels.wire_format import (
     LANES,
     MIN_BLOCK_RANGE,
     NUMEL,
-    OFFSET,
     START,
-    Noise,
     QuantizationSpec,
     StripePlan,
 )
@@ -27,17 +25,10 @@ from torchmn.comm.codecs.kernels.wire_format import (
 _ROUND = 12582912.0  # 1.5 * 2**23: adding and subtracting it in float32 rounds to even
 
 
-def encode(
-    values: Tensor, lost: Lost | None, out: Tensor, plan: StripePlan, noise: Noise | None
-) -> Tensor:
-    """Encode a stripe; returns flags (num_segments,) uint8, nonzero if a segment is not finite.
-
-    ``values`` is (span,) in the wide dtype, ``out`` is (plan.nbytes,) uint8. ``lost``: see
-    `StripeCodec.encode_with_feedback`. A block that is not finite is encoded as NaN.
-    """
+def encode(values: Tensor, lost: Lost | None, out: Tensor, plan: StripePlan) -> Tensor:
+    """See `Kernels.encode`."""
     spec = plan.spec
     flags = torch.zeros(len(plan.table), dtype=torch.uint8, device=values.device)
-    keys = noise.keys(plan.stripe) if noise is not None else None
     for s, row in enumerate(plan.table.tolist()):
         own = slice(row[START], row[START] + row[NUMEL])
         if row[IS_SMALL]:
@@ -45,10 +36,9 @@ def encode(
             flags[s] = ~torch.isfinite(values[own]).all()
             continue
         v = values[own] if lost is None else values[own] + lost.before[own]
-        counters = _counters(v, 0 if keys is None else int(keys[s]) + row[OFFSET])
         floats, packed, decoded, bad = [], [], [], []
-        for rows, chances in zip(_rows(v, spec), _rows(counters, spec), strict=True):
-            pair, codes, is_bad = _encode_rows(rows.float(), chances, spec)
+        for rows in _rows(v, spec):
+            pair, codes, is_bad = _encode_rows(rows.float(), spec)
             floats.append(pair.flatten())
             packed.append(_pack(codes, spec.bits).flatten())
             decoded.append(_values_of(codes, pair, spec).flatten())
@@ -62,7 +52,7 @@ def encode(
 
 
 def decode(encoded: Tensor, out: Tensor, plan: StripePlan, *, add: bool) -> Tensor:
-    """Decode into ``out`` (span,) in the wide dtype, or add to it; returns flags like `encode`."""
+    """See `Kernels.decode`."""
     spec = plan.spec
     flags = torch.zeros(len(plan.table), dtype=torch.uint8, device=out.device)
     for s, row in enumerate(plan.table.tolist()):
@@ -89,41 +79,20 @@ def decode(encoded: Tensor, out: Tensor, plan: StripePlan, *, add: bool) -> Tens
     return flags
 
 
-def outer_sum(p: Tensor, q: Tensor, out: Tensor) -> None:
-    """Write the product of ``p`` (n, r) and the transpose of ``q`` (m, r) to ``out`` (n, m).
-
-    Terms are added in the order of r, and every product and sum is rounded, so the bits are the
-    same on every machine, which matrix products do not guarantee.
-    """
-    torch.mul(p[:, :1], q[:, 0], out=out)
-    for k in range(1, p.shape[1]):
-        out += p[:, k : k + 1] * q[:, k]
-
-
-def subtract_outer_(v: Tensor, p: Tensor, q: Tensor) -> None:
-    """Subtract the product of ``p`` (n, r) and the transpose of ``q`` (m, r) from ``v`` (n, m)."""
-    for k in range(p.shape[1]):
-        v -= p[:, k : k + 1] * q[:, k]
-
-
 # ---- one block a row ----
 
 
-def _encode_rows(
-    work: Tensor, counters: Tensor, spec: QuantizationSpec
-) -> tuple[Tensor, Tensor, Tensor]:
+def _encode_rows(work: Tensor, spec: QuantizationSpec) -> tuple[Tensor, Tensor, Tensor]:
     """Encode rows (blocks, length) float32.
 
     Returns the numbers (blocks, num_floats), the codes, and which blocks are not finite.
     """
     largest = work.abs().amax(dim=1)
     if spec.bits == 1:
-        low, high = (
-            (work.amin(dim=1), work.amax(dim=1)) if spec.is_stochastic else _means_by_sign(work)
-        )
+        low, high = _means_by_sign(work)
     else:
         span = largest
-        if spec.bits < 8 and not spec.is_stochastic:
+        if spec.bits < 8:
             squares, magnitudes = _sum(work * work), _sum(work.abs())
             typical = squares / magnitudes
             if spec.bits == 4:
@@ -137,15 +106,10 @@ def _encode_rows(
         inverse = torch.full_like(span, spec.levels) / span  # number / tensor rounds twice
         high = torch.where(is_zero, 0.0, inverse)
     bad = ~(torch.isfinite(largest) & torch.isfinite(low) & torch.isfinite(high))
-    if spec.bits == 1 and spec.is_stochastic:
-        width = high - low
-        codes = _chances(counters) * width[:, None] < work - low[:, None]
-    elif spec.bits == 1:
+    if spec.bits == 1:
         codes = work >= 0
     else:
         scaled = work * high[:, None]
-        if spec.is_stochastic:
-            scaled = scaled + (_chances(counters) - 0.5)
         rounded = torch.where(bad[:, None], 0.0, (scaled + _ROUND) - _ROUND)
         codes = rounded.clamp(-spec.levels, spec.levels) + spec.levels
     codes = torch.where(bad[:, None], 0, codes.to(torch.uint8))
@@ -191,23 +155,6 @@ def _pack(codes: Tensor, bits: int) -> Tensor:
 def _unpack(packed: Tensor, length: int, bits: int) -> Tensor:
     planes = [(packed >> shift) & (2**bits - 1) for shift in range(0, 8, bits)]
     return torch.cat(planes, dim=1)[:, :length]
-
-
-# ---- random numbers ----
-
-
-def _counters(like: Tensor, first: int) -> Tensor:
-    return torch.arange(first, first + like.numel(), device=like.device) & 0xFFFFFFFF
-
-
-def _chances(counters: Tensor) -> Tensor:
-    """A pseudorandom number in (0, 1) for each counter: `lowbias32` in 64-bit integers."""
-    x = counters ^ (counters >> 16)
-    x = (x * 0x7FEB352D) & 0xFFFFFFFF
-    x = x ^ (x >> 15)
-    x = (x * 0x846CA68B) & 0xFFFFFFFF
-    x = x ^ (x >> 16)
-    return ((x >> 9).float() + 0.5) * 2.0**-23
 
 
 # ---- bytes ----
