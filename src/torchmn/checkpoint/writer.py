@@ -214,7 +214,7 @@ class Writer:
                 files=files,
                 batches=copy.batches,
             )
-            replaced = self.storage.commit(staged, name, manifest.to_bytes())
+            self.storage.commit(staged, name, manifest.to_bytes())
         except Exception as error:
             # Nothing may leave this method as an exception: the other ranks wait in the last round.
             self._discard(staged)
@@ -224,8 +224,7 @@ class Writer:
             observer.checkpoint_saved(request.step)
         record_progress(f"checkpoint of step {request.step}")
         _log.debug("saved the checkpoint of step %d: %s", request.step, name)
-        notes = [note for note in (replaced, self._remove_old(name)) if note]
-        return {"problem": None, "name": name, "note": " ".join(notes) or None}
+        return {"problem": None, "name": name, "note": self._remove_old(name)}
 
     def _raise_if_incomplete(self, staged: str, files: Mapping[str, FileEntry]) -> None:
         """Check every file's size as rank 0 sees it: other hosts may have written elsewhere."""
