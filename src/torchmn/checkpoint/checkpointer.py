@@ -140,7 +140,7 @@ class MultiNodeCheckpointer:
                 was created with ``read_only=True``.
             UnsupportedError: a state holds something that would have to be pickled.
             RankMismatchError: replicas that must be equal differed when the previous checkpoint was
-                taken, which is aborted; with ``check_replicas="warn"`` this is a warning.
+                taken, which is aborted.
         """
         self._raise_if_unusable()
         if self._is_read_only:
@@ -423,9 +423,7 @@ class MultiNodeCheckpointer:
             self.records[-1].problem = outcome.problem or outcome.disagreement
         self._last_problem = None
         if outcome.disagreement is not None:
-            if outcome.name is None:
-                raise RankMismatchError(f"{self._comm.rank_label}: {outcome.disagreement}")
-            self._warn_once_per_job(outcome.disagreement)
+            raise RankMismatchError(f"{self._comm.rank_label}: {outcome.disagreement}")
         self._warn_once_per_job(outcome.note)
         if outcome.problem is not None:
             error = DataError(f"{self._comm.rank_label}: {outcome.problem}")

@@ -66,7 +66,6 @@ class Outcome:
     """
 
     step: int
-    name: str | None = None
     problem: str | None = None
     disagreement: str | None = None
     note: str | None = None
@@ -83,7 +82,6 @@ class Writer:
     channel: ControlChannel
     keep: int
     best: Best | None
-    rejects_difference: bool
     # Axis sizes; ranks along the first axis hold the same part of the model, others another part.
     grid: Mapping[str, int] = field(default_factory=dict)
     bad: set[str] = field(default_factory=set)
@@ -103,7 +101,7 @@ class Writer:
             # Every rank has gathered the same problems: all return here, and none waits in round 2.
             return self._failed(request, problems)
         disagreement = _disagreement(gathered, request.step, num_model_parts(self.grid))
-        if disagreement and self.rejects_difference:
+        if disagreement:
             return Outcome(step=request.step, disagreement=disagreement)
         catalogues = [
             [TensorEntry(n, dtype, tuple(shape), c, nbytes) for n, dtype, shape, c, nbytes in rows]
@@ -119,7 +117,7 @@ class Writer:
         nbytes = sum(entry.nbytes for catalogue in catalogues for entry in catalogue)
         reports = self.channel.all_gather(own, "a checkpoint was written", nbytes=nbytes)
         problems = [each["problem"] for each in reports if each["problem"]]
-        result: dict[str, Any] = {"problem": None, "name": None, "note": None}
+        result: dict[str, Any] = {"problem": None, "note": None}
         if self.comm.rank == 0:
             if problems:
                 self._discard(staged)
@@ -133,8 +131,6 @@ class Writer:
             return self._failed(request, problems or [result["problem"]], result["note"])
         return Outcome(
             step=request.step,
-            name=result["name"],
-            disagreement=disagreement,
             note=result["note"],
             written_nbytes=sum(file["nbytes"] for file in own["files"].values()),
             written_s=time.monotonic() - began_s,
@@ -218,13 +214,13 @@ class Writer:
         except Exception as error:
             # Nothing may leave this method as an exception: the other ranks wait in the last round.
             self._discard(staged)
-            return {"problem": self._describe(error), "name": None, "note": self._newest()}
+            return {"problem": self._describe(error), "note": self._newest()}
         # `torchmn submit --requeue`, and hosts that join an elastic job, wait for a checkpoint.
         for observer in events.observers:
             observer.checkpoint_saved(request.step)
         record_progress(f"checkpoint of step {request.step}")
         _log.debug("saved the checkpoint of step %d: %s", request.step, name)
-        return {"problem": None, "name": name, "note": self._remove_old(name)}
+        return {"problem": None, "note": self._remove_old(name)}
 
     def _raise_if_incomplete(self, staged: str, files: Mapping[str, FileEntry]) -> None:
         """Check every file's size as rank 0 sees it: other hosts may have written elsewhere."""
