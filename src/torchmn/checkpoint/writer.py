@@ -9,7 +9,6 @@ A rank that fails at any point reports it in the next round, and all ranks abort
 
 import json
 import secrets
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
@@ -59,18 +58,15 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The result of a save, the same on all ranks except for this rank's bytes and seconds.
+    """The result of a save, the same on all ranks.
 
     ``problem`` says why there is no checkpoint, ``disagreement`` how replicas differ, and ``note``
     what else failed; each is None if there is nothing to say.
     """
 
-    step: int
     problem: str | None = None
     disagreement: str | None = None
     note: str | None = None
-    written_nbytes: int = 0
-    written_s: float = 0.0
 
 
 @dataclass(kw_only=True)
@@ -91,7 +87,6 @@ class Writer:
 
         Raises CommunicationError: another rank was lost, and the checkpoint does not exist.
         """
-        began_s = time.monotonic()
         gathered = self._exchange_catalogues(request)
         problems = [each["problem"] for each in gathered if each["problem"]]
         steps = sorted({each["step"] for each in gathered})
@@ -102,7 +97,7 @@ class Writer:
             return self._failed(request, problems)
         disagreement = _disagreement(gathered, request.step, num_model_parts(self.grid))
         if disagreement:
-            return Outcome(step=request.step, disagreement=disagreement)
+            return Outcome(disagreement=disagreement)
         catalogues = [
             [TensorEntry(n, dtype, tuple(shape), c, nbytes) for n, dtype, shape, c, nbytes in rows]
             for rows in (each["tensors"] for each in gathered)
@@ -129,12 +124,7 @@ class Writer:
         result = self.channel.all_gather(result, "a checkpoint was completed", nbytes=nbytes)[0]
         if problems or result["problem"]:
             return self._failed(request, problems or [result["problem"]], result["note"])
-        return Outcome(
-            step=request.step,
-            note=result["note"],
-            written_nbytes=sum(file["nbytes"] for file in own["files"].values()),
-            written_s=time.monotonic() - began_s,
-        )
+        return Outcome(note=result["note"])
 
     # ---- round 1 ----
 
@@ -286,8 +276,7 @@ class Writer:
     ) -> Outcome:
         aborted = f"the checkpoint of step {request.step} was aborted"
         return Outcome(
-            step=request.step,
-            problem=f"{f'{aborted}; {newest}' if newest else aborted}: {'; '.join(problems)}",
+            problem=f"{f'{aborted}; {newest}' if newest else aborted}: {'; '.join(problems)}"
         )
 
 
