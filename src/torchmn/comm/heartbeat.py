@@ -137,3 +137,14 @@ def run_on_one_rank(
     if kind:
         raise _ERRORS[kind](value) from cause
     return cast(Result, value)
+
+
+def raise_if_any_failed(comm: Communicator, error: Exception | None) -> None:
+    """Raise an error on all ranks if any rank passes one. *Collective*.
+
+    Raises DataError: on all ranks, with the error of the first rank that has one.
+    """
+    text = None if error is None else f"Rank {comm.rank} on {comm.host}: {error}"
+    failed = [theirs for theirs in comm.allgather_obj(text) if theirs is not None]
+    if failed:
+        raise DataError(failed[0]) from error

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from tests.limits import limit
-from torchmn.comm.heartbeat import run_on_one_rank
+from torchmn.comm.heartbeat import raise_if_any_failed, run_on_one_rank
 from torchmn.errors import DataError, TorchmnError, UsageError
 from torchmn.testing import run_ranks
 
@@ -52,3 +52,11 @@ def test_its_error_is_raised_on_all_ranks(error: Exception, kind: type, text: st
 
     results = run_ranks(lambda c: caught(lambda: run_on_one_rank(c, 1, work)), 3)
     assert results == [(kind, text)] * 3
+
+
+def test_the_first_failure_is_raised_on_all_ranks() -> None:
+    def main(comm):
+        error = OSError(f"disk {comm.rank}") if comm.rank > 0 else None
+        return caught(lambda: raise_if_any_failed(comm, error))
+
+    assert run_ranks(main, 3) == [(DataError, "Rank 1 on localhost: disk 1")] * 3
