@@ -73,8 +73,8 @@ def test_links_that_do_not_fit_raise_on_all_ranks() -> None:
 
     seen = errors_of(run, 3)
     assert len(set(seen)) == 1
-    assert "link 0 of rank 0 (Sequential, test_chain_list.py:" in seen[0]
-    assert "links of rank 1" in seen[0]
+    assert "The links of rank 0: 0 (Sequential, test_chain_list.py:" in seen[0]
+    assert "The links of rank 1: 0 (" in seen[0]
 
 
 def test_different_options_raise_on_all_ranks() -> None:
