@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import sys
@@ -70,7 +71,7 @@ class Sides:
     def save(self, side: str) -> float:
         """Seconds until training can continue, on this rank."""
         self.comm.barrier()
-        began = time.perf_counter()
+        began = self.began = time.perf_counter()
         {
             "copy in memory": self._copy,
             "ours": lambda: self.ours.save(self.num_saves, self.objects),
@@ -80,11 +81,15 @@ class Sides:
         }[side]()
         return time.perf_counter() - began
 
-    def finish(self) -> None:
-        """Wait for what is still being written, and for the disk."""
+    def finish(self) -> float:
+        """Wait for what is still being written, and for the disk.
+
+        Returns the seconds from the beginning of `save` until it was written.
+        """
         self.pending()
         self.pending = lambda: None
         self.ours.finish()
+        written_s = time.perf_counter() - self.began
         self.comm.barrier()
         if self.comm.rank == 0:
             for path in self.folder.glob("other-*"):
@@ -92,6 +97,7 @@ class Sides:
             os.sync()
         self.comm.barrier()
         self.num_saves += 1
+        return written_s
 
     def _copy(self) -> None:
         for into, tensor in zip(self.memory, self.tensors, strict=True):
@@ -132,19 +138,24 @@ def worker(folder: Path, num_turns: int) -> None:
     step()  # the optimizer has its state from here on
     sides = Sides(comm, model, optimizer, folder)
     seconds: dict[str, list[float]] = {side: [] for side in SIDES}
+    first_s = math.nan
+    written: list[float] = []
     for turn in range(num_turns + 1):  # the first one warms up
         for side in (*SIDES[turn % len(SIDES) :], *SIDES[: turn % len(SIDES)]):
             step()
             slowest = comm.allreduce(torch.tensor([sides.save(side)]), "max")
-            sides.finish()
+            written_s = sides.finish()
             if turn:
                 seconds[side].append(float(slowest))
+            if side == "ours":
+                first_s = float(slowest) if turn == 0 else first_s
+                written.append(written_s)
     facts = {
         "parameters": sum(p.numel() for p in model.parameters()),
         "nbytes": sum(t.nbytes for t in sides.tensors),
         "seconds": seconds,
-        "first_s": sides.ours.records[0].stopped_s,
-        "written_s": [r.written_s for r in sides.ours.records[1:]],
+        "first_s": first_s,
+        "written_s": written[1:],
         "environment": environment(),
     }
     if comm.rank == 0:

@@ -64,7 +64,6 @@ def parse_options() -> argparse.Namespace:
     add("--steps", type=int, default=300, help="number of steps")
     add("--batchsize", type=int, default=128, help="sequences per step, of all ranks together")
     add("--microbatches", type=int, default=4, help="parts of the batch of a pair of ranks")
-    add("--schedule", default="1f1b", choices=["1f1b", "gpipe"], help="order of the micro-batches")
     add("--learnrate", type=float, default=0.005, help="learning rate")
     add("--seed", type=int, default=0, help="seed of parameters and data")
     return parser.parse_args()
@@ -84,9 +83,7 @@ def main() -> None:
     encoder, decoder = Encoder(), Decoder()  # on all ranks, which draw the same numbers
     encoder.to(comm.device)
     decoder.to(comm.device)
-    chain = MultiNodeChainList(
-        pair, num_microbatches=options.microbatches, schedule=options.schedule
-    )
+    chain = MultiNodeChainList(pair, num_microbatches=options.microbatches)
     if pair.rank == encoder_rank:
         chain.add_link(encoder, rank_out=decoder_rank)
     if pair.rank == decoder_rank:

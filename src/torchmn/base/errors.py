@@ -7,7 +7,6 @@ TorchmnError
 ├── TopologyError                      sources of ranks, nodes or devices contradict each other
 ├── LaunchError                        a job could not be started or did not start as asked
 ├── RankError                          a rank that `launch_local` started failed
-├── SharedMemoryError                  the ranks of a node cannot share memory
 ├── NonFiniteGradientError             a gradient holds NaN or infinity
 ├── DataError                          a data file is missing, damaged or of another format
 └── CommunicationError                 a collective did not complete
@@ -42,7 +41,6 @@ __all__ = [
     "RankError",
     "RankMismatchError",
     "ResultWarning",
-    "SharedMemoryError",
     "TimeLimitError",
     "TopologyError",
     "TorchmnError",
@@ -99,10 +97,6 @@ class RankError(TorchmnError):
     def __init__(self, text: str, *, rank: int | None = None) -> None:
         super().__init__(text)
         self.rank = rank
-
-
-class SharedMemoryError(TorchmnError):
-    """The ranks of a node cannot share memory, or there is too little of it."""
 
 
 class NonFiniteGradientError(TorchmnError):

@@ -6,7 +6,6 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,29 +33,6 @@ from torchmn.data import rank_seeds
 OnFailure = Literal["warn", "raise"]
 _PAUSE_S = 0.05
 _GRACE_S = 5.0
-
-
-@dataclass(kw_only=True)
-class SaveRecord:
-    """The cost of one save on this rank, in seconds and bytes.
-
-    >>> SaveRecord(step=100, waited_s=0.0, stopped_s=0.02, copied_nbytes=4096).problem is None
-    True
-    """
-
-    step: int
-    waited_s: float
-    """Time that `save` waited for the previous checkpoint, which was still being written."""
-    stopped_s: float
-    """Further time in `save`, in which training stood still."""
-    copied_nbytes: int
-    """Size of this rank's copy in memory."""
-    written_s: float = math.nan
-    """Time to write the checkpoint; NaN until it is known."""
-    written_nbytes: int = 0
-    """Size of the files that this rank has written."""
-    problem: str | None = None
-    """Why there is no checkpoint, or how replicas differ; None if all is well."""
 
 
 class MultiNodeCheckpointer:
@@ -108,8 +84,7 @@ class MultiNodeCheckpointer:
         self._last_problem: TorchmnError | None = None
         self._broken: Exception | None = None
         self._is_closed = False
-        self.records: list[SaveRecord] = []
-        """A record of each `save`, in order."""
+        self._save_times_s: list[float] = []
         self.resumed_from: str | None = None
         """The checkpoint that `resume` has loaded; None if there was none."""
         self._forget_close = comm.on_finalize(self.close)
@@ -140,7 +115,7 @@ class MultiNodeCheckpointer:
                 was created with ``read_only=True``.
             UnsupportedError: a state holds something that would have to be pickled.
             RankMismatchError: replicas that must be equal differed when the previous checkpoint was
-                taken, which is aborted; with ``check_replicas="warn"`` this is a warning.
+                taken, which is aborted.
         """
         self._raise_if_unusable()
         if self._is_read_only:
@@ -151,7 +126,6 @@ class MultiNodeCheckpointer:
         raise_if_no_count("step", step, "a number of steps", least=0)
         began_s = time.monotonic()
         self._wait()
-        waited_s = time.monotonic() - began_s
         self._handle_outcome()
         try:
             copy = self._memory.copy(
@@ -165,11 +139,8 @@ class MultiNodeCheckpointer:
             problem = f"{self._comm.rank_label}: {type(error).__name__}: {error}"
             self._start(Request(step=step, copy=None, problem=problem))
             raise
-        self.records.append(
-            SaveRecord(step=step, waited_s=waited_s, stopped_s=0.0, copied_nbytes=copy.nbytes)
-        )
         self._start(Request(step=step, copy=copy, metric=compared))
-        self.records[-1].stopped_s = time.monotonic() - began_s - waited_s
+        self._save_times_s.append(time.monotonic() - began_s)
         if not self.is_async:
             self._handle_outcome()
 
@@ -226,7 +197,7 @@ class MultiNodeCheckpointer:
 
     def get_stats(self) -> str:
         """Describe how long saves have interrupted training, in ChainerMN's format. Local."""
-        seconds = [record.stopped_s + record.waited_s for record in self.records]
+        seconds = self._save_times_s
         if not seconds:
             return "No stats available"
         mean = sum(seconds) / len(seconds)
@@ -417,15 +388,9 @@ class MultiNodeCheckpointer:
             if isinstance(outcome, CommunicationError):
                 self._broken = outcome  # ranks may have left the channel in different rounds
             raise outcome
-        if self.records and self.records[-1].step == outcome.step:
-            self.records[-1].written_s = outcome.written_s
-            self.records[-1].written_nbytes = outcome.written_nbytes
-            self.records[-1].problem = outcome.problem or outcome.disagreement
         self._last_problem = None
         if outcome.disagreement is not None:
-            if outcome.name is None:
-                raise RankMismatchError(f"{self._comm.rank_label}: {outcome.disagreement}")
-            self._warn_once_per_job(outcome.disagreement)
+            raise RankMismatchError(f"{self._comm.rank_label}: {outcome.disagreement}")
         self._warn_once_per_job(outcome.note)
         if outcome.problem is not None:
             error = DataError(f"{self._comm.rank_label}: {outcome.problem}")

@@ -4,7 +4,7 @@ import grp
 import secrets
 import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torchmn.base.errors import (
     CheckpointWarning,
@@ -35,7 +35,7 @@ def create_multi_node_checkpointer(
     keep: int = 3,
     best: Best | None = None,
     is_async: bool = True,
-    check_replicas: bool | Literal["warn"] = True,
+    check_replicas: bool = True,
     on_failure: OnFailure = "warn",
     group: str | None = None,
     read_only: bool = False,
@@ -64,8 +64,7 @@ def create_multi_node_checkpointer(
         best: a further checkpoint to keep: the best one.
         is_async: write while training continues.
         check_replicas: compare what must be the same on all ranks, by the checksums that a
-            checkpoint needs anyway. A difference aborts the checkpoint and raises; with ``"warn"``
-            the checkpoint is kept and rank 0 warns.
+            checkpoint needs anyway. A difference aborts the checkpoint and raises.
         on_failure: whether the next save raises or warns if a checkpoint could not be written.
         group: a group of users that may read the checkpoints; without it only this user may.
         read_only: only resume, also from checkpoints of a job that is running; `save` raises.
@@ -123,14 +122,13 @@ def create_multi_node_checkpointer(
         channel=channel,
         keep=keep,
         best=best,
-        rejects_difference=check_replicas is True,
         grid={} if grid is None else grid.sizes,
     )
     return MultiNodeCheckpointer(
         comm,
         writer,
         is_async=is_async,
-        checks_replicas=bool(check_replicas),
+        checks_replicas=check_replicas,
         on_failure=on_failure,
         owner=owner,
         read_only=read_only,
@@ -147,8 +145,8 @@ def _check(name: str, keep: int, best: object, check_replicas: object, on_failur
     raise_if_no_count("keep", keep, "a number of checkpoints")
     if best is not None and not isinstance(best, Best):
         raise UsageError(f"best={best!r} must be a torchmn.checkpoint.Best, or None.")
-    if check_replicas not in (True, False, "warn"):
-        raise UsageError(f"check_replicas={check_replicas!r} must be True, False or 'warn'.")
+    if check_replicas not in (True, False):
+        raise UsageError(f"check_replicas={check_replicas!r} must be True or False.")
     if on_failure not in ("warn", "raise"):
         raise UsageError(f"on_failure={on_failure!r} must be 'warn' or 'raise'.")
 

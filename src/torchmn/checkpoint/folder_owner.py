@@ -121,7 +121,7 @@ class FolderOwner:
         self._lost: str | None = None
         self._other: Owner | None = None  # the owner that was read last
         self._looking = threading.Lock()
-        self._has_file = self._was_removed = self._is_owned = False
+        self._is_owned = False
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="torchmn-owner", daemon=True)
 
@@ -168,18 +168,12 @@ class FolderOwner:
         time.sleep(min(limit_s, _PAUSE_S))
         return "waiting", ""
 
-    def confirm(self) -> bool:
+    def confirm(self) -> None:
         """Verify the ownership; called before a checkpoint is completed.
 
-        Returns whether the folder was removed since the last call. Raises DataError: another
-        process owns it now.
+        Raises DataError: another process owns the folder now.
         """
-        self._beat_once()
-        was_removed, self._was_removed = self._was_removed, False
-        return was_removed
-
-    def _beat_once(self) -> None:
-        # The heartbeat's thread and `confirm` must not make the file at once: the one would read
+        # The heartbeat's thread and this one must not make the file at once: the one would read
         # what the other has not filled yet, as a file of another process.
         with self._looking:
             if self._lost is None and not self._is_ours():
@@ -193,9 +187,8 @@ class FolderOwner:
     def _is_ours(self) -> bool:
         """Whether the file names this process; it is made again if it is gone."""
         found = self._look()
-        if found is None:  # the folder was removed, or could not be written to before
+        if found is None:  # it was removed, or the folder could not be written to before
             self._make_file(self._path, encode(self._own))
-            self._was_removed, self._has_file = self._has_file, True
             return True
         other = self._other = found[0]
         return other is not None and (
@@ -220,7 +213,7 @@ class FolderOwner:
                 self._path.unlink()
 
     def _owned(self, text: str) -> tuple[Literal["owned"], str]:
-        self._has_file = self._is_owned = True
+        self._is_owned = True
         _num_uses[self._use] += 1
         self._thread.start()
         return "owned", text
@@ -267,9 +260,9 @@ class FolderOwner:
 
     def _beat(self) -> None:
         while not self._end.wait(PERIOD_S):
-            # The disk may recover; a lost ownership is raised by `confirm`, before the next commit.
+            # The disk may recover; a lost ownership is raised before the next commit.
             with suppress(OSError, DataError):
-                self._beat_once()
+                self.confirm()
                 os.utime(self._path)  # needs no space on a full disk
 
 

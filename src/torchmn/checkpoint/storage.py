@@ -6,7 +6,6 @@ checkpoint atomically. A folder without a manifest is not a checkpoint.
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 from collections.abc import Callable, Iterable
@@ -17,8 +16,6 @@ from torchmn.base.errors import DataError
 from torchmn.base.private_files import open_private
 
 MANIFEST = "manifest.json"
-
-
 _MAX_TEXT_NBYTES = 1_000_000_000
 
 
@@ -43,10 +40,9 @@ class FolderStorage:
     """A folder with one subfolder for each checkpoint, on a file system that all ranks share.
 
     Files can be read by the user and, if ``gid`` is given, by the members of that group.
-    ``confirm`` is called before each commit: it raises to prevent the commit, and returns whether
-    the folder was removed in the meantime. Every method is local; each says which ranks call it.
-    An OSError from any of them means that the storage failed. Rank 0 can open the files that other
-    ranks have staged.
+    ``confirm`` is called before each commit and raises to prevent it. Every method is local; each
+    says which ranks call it. An OSError from any of them means that the storage failed. Rank 0 can
+    open the files that other ranks have staged.
 
     >>> import pathlib, tempfile
     >>> from torchmn.checkpoint import FolderStorage
@@ -55,22 +51,18 @@ class FolderStorage:
     """
 
     def __init__(
-        self, folder: Path, *, gid: int | None = None, confirm: Callable[[], bool] | None = None
+        self, folder: Path, *, gid: int | None = None, confirm: Callable[[], None] | None = None
     ) -> None:
         self.folder = folder
         self._gid = gid
         self._confirm = confirm
-        self._identity = _identity(folder)
-        self._is_made_again = False
 
     def write(self, staged: str, file: str, pieces: Iterable[bytes | memoryview]) -> None:
         """Write one file of a staged checkpoint; it is durable on return. Any rank."""
         path = self.folder / staged / file
-        try:
-            self.make_folder(path.parent)
-        except FileNotFoundError:
-            self._make_again()
-            self.make_folder(path.parent)
+        # Not the folders above: under the mount point of a file system that is gone, checkpoints
+        # would fill another disk, and no later job would find them.
+        self.make_folder(path.parent)
         with open(path, "wb", buffering=0, opener=self._open_private) as out:
             for piece in pieces:
                 remaining = memoryview(piece).cast("B")
@@ -82,28 +74,18 @@ class FolderStorage:
         """Open a file of a checkpoint. Any rank. Raises DataError: it is missing or unreadable."""
         return FileReader(self.folder / checkpoint / file)
 
-    def commit(self, staged: str, checkpoint: str, manifest: bytes) -> str | None:
+    def commit(self, staged: str, checkpoint: str, manifest: bytes) -> None:
         """Turn a staged checkpoint into a checkpoint, atomically. Rank 0, after all have written.
 
-        The checkpoint exists once its folder is renamed. Returns a warning if the storage's folder
-        was replaced during training, else None.
+        The checkpoint exists once its folder is renamed.
         """
         self.write(staged, MANIFEST, [manifest])
         # Else the rename might reach the disk before the names of the files in the folder do.
         _sync_folder(self.folder / staged)
-        # `|`, not `or`: `confirm` must be called, for it raises if another job owns the folder. It
-        # also knows of a folder that was replaced by one with the same inode number.
-        is_other = self._is_made_again | (self._confirm is not None and self._confirm())
-        self._is_made_again = False
+        if self._confirm is not None:
+            self._confirm()
         (self.folder / staged).rename(self.folder / checkpoint)
         _sync_folder(self.folder)
-        before, self._identity = self._identity, _identity(self.folder)
-        if not is_other and before in (None, self._identity):
-            return None
-        return (
-            f"{self.folder} was removed or replaced during training and has been made again: "
-            f"{checkpoint} is the only checkpoint in it that is certain."
-        )
 
     def names(self) -> list[str]:
         """The names of all checkpoints, including staged and incomplete ones. Rank 0."""
@@ -146,19 +128,6 @@ class FolderStorage:
             os.fchmod(descriptor, 0o640)
         return descriptor
 
-    def _make_again(self) -> None:
-        """Create the removed folder again, unless its file system is no longer mounted.
-
-        Under an empty mount point, checkpoints would fill another disk, and no later job would
-        find them.
-        """
-        above = next(path for path in self.folder.parents if path.exists())
-        if self._identity is None or above.stat().st_dev != self._identity[0]:
-            text = "No such folder, and its file system is no longer mounted"
-            raise OSError(errno.ENOENT, text, str(self.folder))
-        self.make_folder(self.folder, parents=True)
-        self._is_made_again = True
-
 
 class FileReader:
     """One file of a checkpoint, open for reading."""
@@ -189,15 +158,6 @@ class FileReader:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-
-def _identity(folder: Path) -> tuple[int, int] | None:
-    """Device and inode number of a folder; None if it does not exist."""
-    try:
-        found = folder.stat()
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino
 
 
 def _sync_folder(path: Path) -> None:

@@ -9,7 +9,6 @@ A rank that fails at any point reports it in the next round, and all ranks abort
 
 import json
 import secrets
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
@@ -59,19 +58,15 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The result of a save, the same on all ranks except for this rank's bytes and seconds.
+    """The result of a save, the same on all ranks.
 
     ``problem`` says why there is no checkpoint, ``disagreement`` how replicas differ, and ``note``
     what else failed; each is None if there is nothing to say.
     """
 
-    step: int
-    name: str | None = None
     problem: str | None = None
     disagreement: str | None = None
     note: str | None = None
-    written_nbytes: int = 0
-    written_s: float = 0.0
 
 
 @dataclass(kw_only=True)
@@ -83,7 +78,6 @@ class Writer:
     channel: ControlChannel
     keep: int
     best: Best | None
-    rejects_difference: bool
     # Axis sizes; ranks along the first axis hold the same part of the model, others another part.
     grid: Mapping[str, int] = field(default_factory=dict)
     bad: set[str] = field(default_factory=set)
@@ -93,7 +87,6 @@ class Writer:
 
         Raises CommunicationError: another rank was lost, and the checkpoint does not exist.
         """
-        began_s = time.monotonic()
         gathered = self._exchange_catalogues(request)
         problems = [each["problem"] for each in gathered if each["problem"]]
         steps = sorted({each["step"] for each in gathered})
@@ -103,8 +96,8 @@ class Writer:
             # Every rank has gathered the same problems: all return here, and none waits in round 2.
             return self._failed(request, problems)
         disagreement = _disagreement(gathered, request.step, num_model_parts(self.grid))
-        if disagreement and self.rejects_difference:
-            return Outcome(step=request.step, disagreement=disagreement)
+        if disagreement:
+            return Outcome(disagreement=disagreement)
         catalogues = [
             [TensorEntry(n, dtype, tuple(shape), c, nbytes) for n, dtype, shape, c, nbytes in rows]
             for rows in (each["tensors"] for each in gathered)
@@ -119,7 +112,7 @@ class Writer:
         nbytes = sum(entry.nbytes for catalogue in catalogues for entry in catalogue)
         reports = self.channel.all_gather(own, "a checkpoint was written", nbytes=nbytes)
         problems = [each["problem"] for each in reports if each["problem"]]
-        result: dict[str, Any] = {"problem": None, "name": None, "note": None}
+        result: dict[str, Any] = {"problem": None, "note": None}
         if self.comm.rank == 0:
             if problems:
                 self._discard(staged)
@@ -131,14 +124,7 @@ class Writer:
         result = self.channel.all_gather(result, "a checkpoint was completed", nbytes=nbytes)[0]
         if problems or result["problem"]:
             return self._failed(request, problems or [result["problem"]], result["note"])
-        return Outcome(
-            step=request.step,
-            name=result["name"],
-            disagreement=disagreement,
-            note=result["note"],
-            written_nbytes=sum(file["nbytes"] for file in own["files"].values()),
-            written_s=time.monotonic() - began_s,
-        )
+        return Outcome(note=result["note"])
 
     # ---- round 1 ----
 
@@ -214,18 +200,17 @@ class Writer:
                 files=files,
                 batches=copy.batches,
             )
-            replaced = self.storage.commit(staged, name, manifest.to_bytes())
+            self.storage.commit(staged, name, manifest.to_bytes())
         except Exception as error:
             # Nothing may leave this method as an exception: the other ranks wait in the last round.
             self._discard(staged)
-            return {"problem": self._describe(error), "name": None, "note": self._newest()}
+            return {"problem": self._describe(error), "note": self._newest()}
         # `torchmn submit --requeue`, and hosts that join an elastic job, wait for a checkpoint.
         for observer in events.observers:
             observer.checkpoint_saved(request.step)
         record_progress(f"checkpoint of step {request.step}")
         _log.debug("saved the checkpoint of step %d: %s", request.step, name)
-        notes = [note for note in (replaced, self._remove_old(name)) if note]
-        return {"problem": None, "name": name, "note": " ".join(notes) or None}
+        return {"problem": None, "note": self._remove_old(name)}
 
     def _raise_if_incomplete(self, staged: str, files: Mapping[str, FileEntry]) -> None:
         """Check every file's size as rank 0 sees it: other hosts may have written elsewhere."""
@@ -291,8 +276,7 @@ class Writer:
     ) -> Outcome:
         aborted = f"the checkpoint of step {request.step} was aborted"
         return Outcome(
-            step=request.step,
-            problem=f"{f'{aborted}; {newest}' if newest else aborted}: {'; '.join(problems)}",
+            problem=f"{f'{aborted}; {newest}' if newest else aborted}: {'; '.join(problems)}"
         )
 
 

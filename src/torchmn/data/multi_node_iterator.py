@@ -7,7 +7,6 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from torchmn.base.errors import DataError, UsageError
-from torchmn.data.scatter import EmptyDataset
 from torchmn.data.sub_dataset import length_of
 
 if TYPE_CHECKING:
@@ -73,9 +72,7 @@ class _FromMaster:
         self.batch_size: int | None = facts["batch_size"]
         """Samples in a batch, if the master's iterator has it."""
         if facts["dataset_length"] is not None:
-            self.dataset = (
-                EmptyDataset(facts["dataset_length"]) if actual is None else actual.dataset
-            )
+            self.dataset = [()] * facts["dataset_length"] if actual is None else actual.dataset
             """The master's data set; on other ranks an empty one of its length."""
         self._note(facts)
 

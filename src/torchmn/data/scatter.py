@@ -6,18 +6,18 @@ import operator
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 from weakref import WeakSet
 
+import numpy as np
+
 from torchmn.base.errors import RankMismatchError, UsageError
 from torchmn.cluster.units import MiB
-from torchmn.comm.transports.shared_segment import SHARED_DIRECTORY
 from torchmn.data import rank_seeds
 from torchmn.data.dataset_comparison import raise_if_datasets_differ
-from torchmn.data.node_shared_dataset import copy_to_nodes
 from torchmn.data.permutations import SEED_RULE, draw_seed, is_seed, permutation
+from torchmn.data.received_samples import receive_samples
 from torchmn.data.sub_dataset import SizedDataset, SubDataset
 
 if TYPE_CHECKING:
     from torchmn.comm import Communicator
-from torch.utils.data import Dataset
 
 Sample = TypeVar("Sample")
 _scattered: WeakSet[Communicator] = WeakSet()
@@ -107,7 +107,6 @@ def scatter_dataset(
     max_buf_len: int = 256 * MiB,
     *,
     force_equal_length: bool = True,
-    shared_directory: str = SHARED_DIRECTORY,
 ) -> SubDataset[Sample]:
     """This rank's shard of the root's data set. *Collective*.
 
@@ -115,11 +114,11 @@ def scatter_dataset(
 
     - Every rank passes one, all of the same samples in the same order: only the seed is sent, and
       every rank reads its samples from its own.
-    - Only the root has it and the others pass None: the root reads every sample once, and each
-      *node* gets one copy in memory that its ranks share. Samples (tensors, arrays, numbers, texts,
-      tuples, lists, dicts) are received as they were read, so apply random augmentation to the
-      shard and not before. Other objects are pickled over MPI or with the job's secret, and
-      rejected otherwise.
+    - Only the root has it and the others pass None: the root reads the samples of all shards, and
+      each rank receives and keeps those of its own. They (tensors, arrays, numbers, texts, tuples,
+      lists, dicts) are received as they were read, so apply random augmentation to the shard and
+      not before. Other objects are pickled over MPI or with the job's secret, and rejected
+      otherwise.
 
     The root's ``shuffle``, ``seed``, ``max_buf_len`` and ``force_equal_length`` are used. Shards
     stay the same for the whole run; for a new division in every epoch see `GlobalSampler`.
@@ -130,17 +129,15 @@ def scatter_dataset(
         root: the rank whose data set it is.
         shuffle: order the samples by one permutation (ChainerMN's for the same seed).
         seed: 0 .. 2**32 - 1, or None for a different permutation every time.
-        max_buf_len: bytes between two synchronizations of all ranks while copying.
+        max_buf_len: bytes between two synchronizations of all ranks while samples are sent.
         force_equal_length: the rule of `shard_bounds`. Without it, shards may differ in length by
             one, and a loop over them needs `optimizer.join()`.
-        shared_directory: the folder in memory (or on a local disk) for the node's copy.
 
     Raises:
         UsageError: an argument is out of range, or the root's data set has no length.
         RankMismatchError: ranks passed different roots, or data sets whose lengths differ or, as
             far as that can be detected, samples or their order.
         DataError: the data set raised an exception.
-        SharedMemoryError: a node's memory is too small.
         UnsupportedError: a sample cannot be sent.
         All ranks raise the same error.
 
@@ -165,23 +162,25 @@ def scatter_dataset(
         )
     _raise_if_lengths_differ(lengths, root)
     raise_if_datasets_differ("scatter_dataset", [(dataset, False)], comm, root)
-    samples = (
-        copy_to_nodes(
+    length = lengths[root]
+    order = permutation(length, chosen["seed"]) if chosen["shuffle"] else np.arange(length)
+    bounds = [
+        shard_bounds(length, comm.size, rank, force_equal_length=chosen["force_equal_length"])
+        for rank in range(comm.size)
+    ]
+    samples = cast("SizedDataset[Any]", dataset)
+    if None in lengths:
+        samples = receive_samples(
             dataset,
             comm,
             root,
+            [np.sort(order[begin:end]) for begin, end in bounds],
+            length=length,
             max_buf_len=chosen["max_buf_len"],
-            shared_directory=shared_directory,
         )
-        if None in lengths
-        else cast("SizedDataset[Any]", dataset)
-    )
-    order = permutation(lengths[root], chosen["seed"]) if chosen["shuffle"] else None
-    begin, end = shard_bounds(
-        lengths[root], comm.size, comm.rank, force_equal_length=chosen["force_equal_length"]
-    )
     _scattered.add(comm)  # a resume on another number of ranks warns that its shards differ
-    shard = SubDataset(samples, begin, end, order)
+    begin, end = bounds[comm.rank]
+    shard = SubDataset(samples, begin, end, order if chosen["shuffle"] else None)
     shard.is_of_one_rank = comm.size > 1
     return shard
 
@@ -238,34 +237,13 @@ def _raise_if_lengths_differ(lengths: list[int | None], root: int) -> None:
             )
 
 
-class EmptyDataset(Dataset[tuple[()]]):
-    """``length`` samples, each an empty tuple.
-
-    Example:
-        >>> len(EmptyDataset(3)), EmptyDataset(3)[0]
-        (3, ())
-    """
-
-    def __init__(self, length: int) -> None:
-        self._length = length
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index: int) -> tuple[()]:
-        if not -self._length <= index < self._length:
-            raise IndexError(f"Sample {index} of an empty data set with {self._length} samples.")
-        return ()
-
-
-def create_empty_dataset(dataset: SizedDataset[Any]) -> EmptyDataset:
+def create_empty_dataset(dataset: SizedDataset[Any]) -> list[tuple[()]]:
     """A data set as long as ``dataset`` whose samples are ``()``. Local.
 
     For ranks of a model-parallel group that take no input: their iterators make the same number of
     iterations as those of the other ranks.
 
-    >>> empty = create_empty_dataset(["a", "b"])
-    >>> len(empty), empty[0]
-    (2, ())
+    >>> create_empty_dataset(["a", "b"])
+    [(), ()]
     """
-    return EmptyDataset(len(dataset))
+    return [()] * len(dataset)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 from torch.utils.data import default_collate
@@ -13,19 +13,10 @@ from torchmn.data.permutations import Order, draw_seed, keyed_permutation
 from torchmn.data.scatter import SHARDS_DIFFER
 from torchmn.data.sub_dataset import SizedDataset
 
+if TYPE_CHECKING:
+    from torchmn.comm import Communicator
+
 Batch = TypeVar("Batch")
-
-
-class Ranks(Protocol):
-    """The attributes of a communicator that the state of an iterator depends on."""
-
-    @property
-    def rank(self) -> int:
-        """The rank of the caller."""
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
 
 
 class SerialIterator(Generic[Batch]):
@@ -160,7 +151,7 @@ class SerialIterator(Generic[Batch]):
         self._order = self._order_of(self.epoch)
 
     def reshard_state_dict(
-        self, states: Sequence[Mapping[str, Any]], comm: Ranks
+        self, states: Sequence[Mapping[str, Any]], comm: Communicator
     ) -> dict[str, int | float | bool]:
         """The state that this rank loads, from those of all old ranks, in rank order. Local.
 

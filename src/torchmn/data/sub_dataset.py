@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import operator
 from collections.abc import Sequence
 from multiprocessing.context import get_spawning_popen
@@ -33,11 +32,6 @@ def length_of(sized: object) -> int | None:
         return len(sized)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):
         return None
-
-
-def is_starting_process() -> bool:
-    """Whether an object is being pickled for a process that this one starts. Local."""
-    return get_spawning_popen() is not None
 
 
 class SubDataset(Dataset[Sample]):
@@ -118,26 +112,10 @@ class SubDataset(Dataset[Sample]):
         return self.dataset[int(self._indices[position])]
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickling: a scattered data set omits the samples of other parts."""
-        state = dict(self.__dict__)
-        only = getattr(self.dataset, "only", None)  # of `PackedSamples`
-        # A process that this one starts maps the same memory; any other pickle has the samples.
-        if only is not None and not is_starting_process():
-            state["dataset"] = only(self.indices)
-        if is_starting_process():
+        state = dict(vars(self))
+        if get_spawning_popen() is not None:  # pickled for a process that this one starts
             state["_streams"] = rank_seeds.current()
         return state
-
-    def __copy__(self) -> SubDataset[Sample]:
-        # By default copies use `__getstate__`, which leaves out samples of other parts.
-        twin = object.__new__(type(self))
-        twin.__dict__.update(self.__dict__)
-        return twin
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> SubDataset[Sample]:
-        twin = object.__new__(type(self))
-        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return twin
 
     @property
     def indices(self) -> list[int]:

@@ -6,15 +6,11 @@ pipeline. An order that a simulation has completed cannot deadlock, as sends do 
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
-from typing import Literal
 
 from torchmn.base.errors import RankMismatchError, UsageError
 
-PipelineSchedule = Literal["gpipe", "1f1b"]
-PIPELINE_SCHEDULES = ("gpipe", "1f1b")
 FORWARD, BACKWARD = "forward", "backward"
 # Duration of a pass in the simulation: backward takes about twice as long as forward.
 _SECONDS = {FORWARD: 1, BACKWARD: 2}
@@ -128,39 +124,26 @@ class ChainGraph:
         for pair in sorted({*sources, *targets}):
             sent, taken = sources[pair], targets[pair]
             if len(sent) != len(taken):
-                raise self._mismatch(pair, sent, [link for link, _ in taken])
+                raise self._mismatch(pair, len(sent), len(taken))
             for source, (target, position) in zip(sent, taken, strict=True):
                 edges.append(Edge(len(edges), source, target, position))
         return edges
 
-    def _mismatch(
-        self, pair: tuple[int, int], sent: Sequence[Link], taken: Sequence[Link]
-    ) -> RankMismatchError:
+    def _mismatch(self, pair: tuple[int, int], num_sent: int, num_taken: int) -> RankMismatchError:
         source, target = pair
-        unmatched = [*sent[len(taken) :], *taken[len(sent) :]][0]
-        other = target if len(sent) > len(taken) else source
-        does = (
-            f"sends its output to rank {target}, but no link of rank {target} is left that takes "
-            f"an input from rank {source}"
-            if len(sent) > len(taken)
-            else f"takes an input from rank {source}, but no link of rank {source} is left that "
-            f"sends its output to rank {target}"
-        )
+        links = " ".join(f"The links of rank {rank}: {self._listed(rank)}." for rank in pair)
         return RankMismatchError(
-            f"{unmatched} {does}. Rank {source} sends {len(sent)} outputs to rank {target}, which "
-            f"takes {len(taken)}. The links of rank {other}: {self._listed(other)}. Let rank_out "
-            "and rank_in of both sides name each other."
+            f"Rank {source} sends {num_sent} outputs to rank {target}, which takes {num_taken}. "
+            f"{links} Let rank_out and rank_in of both sides name each other."
         )
 
     def _listed(self, rank: int) -> str:
-        return (
-            "; ".join(
-                f"{link.index} ({link.name}): rank_in={_plain(link.inputs)}, "
-                f"rank_out={_plain(link.outputs)}"
-                for link in self.links[rank]
-            )
-            or "none"
-        )
+        listed = [
+            f"{link.index} ({link.name}): rank_in={_plain(link.inputs)}, "
+            f"rank_out={_plain(link.outputs)}"
+            for link in self.links[rank]
+        ]
+        return "; ".join(listed) or "none"
 
     def _measure_depths(self) -> dict[tuple[int, int], int]:
         targets = {
@@ -177,18 +160,14 @@ class ChainGraph:
 
     # ---- order ----
 
-    def order(
-        self, num_microbatches: int, schedule: PipelineSchedule, *, has_backward: bool = True
-    ) -> list[list[Action]]:
-        """The actions of each rank, in order.
+    def order(self, num_microbatches: int, *, has_backward: bool = True) -> list[list[Action]]:
+        """The actions of each rank, in order (1F1B).
 
-        A link takes micro-batches in their order, forward and backward, so that gradients are
-        added in the same order under both schedules. ``gpipe``: a rank starts backward passes when
-        it has done the forward passes of all micro-batches. ``1f1b``: it runs each backward pass as
-        soon as possible, and a link holds the activations of at most two micro-batches more than
-        the number of links that follow it; one of these hides the time of the messages.
+        A link takes micro-batches in their order, forward and backward. A rank runs each backward
+        pass as soon as possible, and a link holds the activations of at most two micro-batches more
+        than the number of links that follow it; one of these hides the time of the messages.
         """
-        return _Simulation(self, num_microbatches, schedule, has_backward).run()
+        return _Simulation(self, num_microbatches, has_backward).run()
 
 
 @dataclass
@@ -197,7 +176,6 @@ class _Simulation:
 
     _graph: ChainGraph
     _num_microbatches: int
-    _schedule: PipelineSchedule
     _has_backward: bool
 
     def __post_init__(self) -> None:
@@ -232,26 +210,18 @@ class _Simulation:
         """The next action of a rank: backward before forward, links near the end first."""
         depths = self._graph.depths
         links = sorted(self._graph.links[rank], key=lambda link: (depths[link.key], link.index))
-        is_forward_over = all(
-            self._count(FORWARD, link) == self._num_microbatches for link in links
-        )
-        if self._has_backward and (self._schedule == "1f1b" or is_forward_over):
-            for link in links:
-                number = self._started[BACKWARD, link.key]
-                if number < self._count(FORWARD, link) and all(
-                    self._count(BACKWARD, edge.target) > number
-                    for edge in self._graph.outgoing[link.key]
-                ):
-                    return Action(BACKWARD, link, number)
+        for link in links if self._has_backward else ():
+            number = self._started[BACKWARD, link.key]
+            if number < self._count(FORWARD, link) and all(
+                self._count(BACKWARD, edge.target) > number
+                for edge in self._graph.outgoing[link.key]
+            ):
+                return Action(BACKWARD, link, number)
         for link in links:
             number = self._started[FORWARD, link.key]
             # The last link holds the activations of one micro-batch, one before it those of more.
             most = depths[link.key] + (depths[link.key] > 1)
-            is_full = (
-                self._has_backward
-                and self._schedule == "1f1b"
-                and number - self._count(BACKWARD, link) >= most
-            )
+            is_full = self._has_backward and number - self._count(BACKWARD, link) >= most
             if (
                 number < self._num_microbatches
                 and not is_full

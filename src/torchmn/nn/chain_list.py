@@ -20,11 +20,9 @@ from torchmn.comm.collective_checks import raise_if_values_differ
 from torchmn.nn.chain_graph import (
     BACKWARD,
     FORWARD,
-    PIPELINE_SCHEDULES,
     Action,
     ChainGraph,
     Link,
-    PipelineSchedule,
 )
 from torchmn.nn.clipping import clip_grad_norm_, share_nonfinite_
 from torchmn.nn.functions import pseudo_connect
@@ -56,25 +54,17 @@ class MultiNodeChainList(nn.Module):
         num_microbatches: the number of parts into which `forward_backward` cuts a batch, so that
             all ranks work at the same time. With m of them and n ranks of equal speed a step takes
             (m + n - 1) / m of the time of a rank that never waits.
-        schedule: ``gpipe``, forward with all micro-batches, then backward; or ``1f1b``, each one
-            backward as soon as possible, so that a rank keeps the activations of few of them.
+            Each one goes backward as soon as possible (1F1B), so that a rank keeps the activations
+            of few of them.
 
-    Raises UsageError, UnknownNameError: an argument has an invalid value. Local.
+    Raises UsageError: ``num_microbatches`` is no count. Local.
     """
 
-    def __init__(
-        self,
-        comm: Communicator,
-        *,
-        num_microbatches: int = 1,
-        schedule: PipelineSchedule = "1f1b",
-    ) -> None:
+    def __init__(self, comm: Communicator, *, num_microbatches: int = 1) -> None:
         super().__init__()
-        raise_if_unknown("schedule", schedule, PIPELINE_SCHEDULES)
         raise_if_no_count("num_microbatches", num_microbatches, "an integer")
         self.communicator = comm
         self.num_microbatches = num_microbatches
-        self.schedule: PipelineSchedule = schedule
         self.links = nn.ModuleDict()
         self._specs: list[Link] = []
         self._graph: ChainGraph | None = None
@@ -124,7 +114,7 @@ class MultiNodeChainList(nn.Module):
         Raises as `forward_backward`.
         """
         graph, messages = self._agreed()
-        order = graph.order(1, self.schedule, has_backward=False)[self.communicator.rank]
+        order = graph.order(1, has_backward=False)[self.communicator.rank]
         modules = list(self.links.values())
         forward_pass = ForwardPass(self.communicator, graph, modules, messages, order)
         try:
@@ -181,7 +171,7 @@ class MultiNodeChainList(nn.Module):
                 graph,
                 list(self.links.values()),
                 messages,
-                graph.order(self.num_microbatches, self.schedule),
+                graph.order(self.num_microbatches),
                 self.num_microbatches,
                 self._has_collective_layers,
             )
@@ -228,7 +218,7 @@ class MultiNodeChainList(nn.Module):
     def _agreed(self) -> tuple[ChainGraph, Messages]:
         """Gather the links of all ranks, once. *Collective.* Raises the same on all ranks."""
         if self._graph is None or self._messages is None:
-            options = {"num_microbatches": self.num_microbatches, "schedule": self.schedule}
+            options = {"num_microbatches": self.num_microbatches}
             own = [(s.name, s.inputs, s.outputs) for s in self._specs]
             collective = has_collective_layers(self.links)
             gathered = self.communicator.allgather_obj((options, own, collective))

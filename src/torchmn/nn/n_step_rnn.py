@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchmn.base.errors import RankMismatchError, UsageError
+from torchmn.base.errors import UsageError
 from torchmn.comm import Communicator
 from torchmn.nn import functions
 
@@ -41,8 +41,8 @@ class MultiNodeNStepRNN(nn.Module):
 
         Raises:
             UsageError: ``hx`` is given with ``rank_in``.
-            RankMismatchError: the hidden state of ``rank_in`` is of another kind or shape.
             CommunicationError: the other rank does not take part.
+            As torch's network, if the hidden state of ``rank_in`` is of another kind or shape.
         """
         if self.rank_in is not None:
             if hx is not None:
@@ -51,33 +51,11 @@ class MultiNodeNStepRNN(nn.Module):
                     f"rank {self.rank_in} (rank_in={self.rank_in}). Give one of the two."
                 )
             hx = functions.recv(self.communicator, self.rank_in)
-            self._check_state(input, hx)
         output, state = self.link(input, hx)
         delegate = None
         if self.rank_out is not None:
             delegate = functions.send(state, self.communicator, self.rank_out)
         return output, state, delegate
-
-    def _check_state(self, input: Any, hx: Any) -> None:
-        link = self.link
-        is_pair = isinstance(link, nn.LSTM)
-        states = hx if isinstance(hx, tuple) else (hx,)
-        num_layers = link.num_layers * (2 if link.bidirectional else 1)
-        sizes = [link.proj_size or link.hidden_size, link.hidden_size][: 2 if is_pair else 1]
-        batch: list[int] = []
-        if isinstance(input, Tensor) and input.dim() == 3:
-            batch = [input.shape[0 if link.batch_first else 1]]
-        elif not isinstance(input, Tensor):
-            batch = [int(input.batch_sizes[0])]
-        expected = [(num_layers, *batch, size) for size in sizes]
-        seen = [tuple(state.shape) for state in states]
-        if isinstance(hx, tuple) != is_pair or seen != expected:
-            raise RankMismatchError(
-                f"{self.communicator.rank_label}: {type(link).__name__} takes a hidden state of "
-                f"shape {_listed(expected)}, but rank {self.rank_in} has sent {_listed(seen)}. "
-                "Both ranks need the same kind of network, with equal num_layers, hidden_size, "
-                "proj_size and bidirectional, and batches of the same size."
-            )
 
 
 def create_multi_node_n_step_rnn(
@@ -117,7 +95,3 @@ def create_multi_node_n_step_rnn(
                 f"{communicator.size - 1}, or None."
             )
     return MultiNodeNStepRNN(actual_link, communicator, rank_in, rank_out)
-
-
-def _listed(shapes: list[tuple[int, ...]]) -> str:
-    return " and ".join(map(str, shapes))

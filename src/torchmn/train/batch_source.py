@@ -7,9 +7,9 @@ from typing import Any, Protocol, cast
 import torch
 
 from torchmn.base.errors import UsageError
+from torchmn.comm import Communicator
 from torchmn.data import GlobalSampler
 from torchmn.data.batch_settings import BatchSettings
-from torchmn.data.serial_iterator import Ranks
 from torchmn.data.sub_dataset import length_of
 
 _END = object()
@@ -149,7 +149,7 @@ class EpochLoader:
         return {**common, "sampler": sampler, "is_in_progress": is_in_progress}
 
     def reshard_state_dict(
-        self, states: Sequence[Mapping[str, Any]], comm: Ranks
+        self, states: Sequence[Mapping[str, Any]], comm: Communicator
     ) -> Mapping[str, Any]:
         """The state that this rank loads, from those of all old ranks, in rank order. Local."""
         own = states[comm.rank % len(states)]

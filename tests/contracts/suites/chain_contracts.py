@@ -203,19 +203,14 @@ def check_graph(comm: Communicator, graph: str, num_samples: int = 5) -> None:
     with torch.no_grad():
         output = chain(inputs[comm.rank])
         _compare(f"{graph}, no_grad", chain, expected, loss_of(output), own_loss)
-    gradients: dict[str, list[Tensor | None]] = {}
-    for num_microbatches, schedule in ((3, "gpipe"), (3, "1f1b"), (8, "1f1b")):
-        chain = make_chain(comm, graph, num_microbatches=num_microbatches, schedule=schedule)
+    for num_microbatches in (3, 8):
+        chain = make_chain(comm, graph, num_microbatches=num_microbatches)
         for _ in range(2):
             chain.zero_grad()
             loss = chain.forward_backward(inputs[comm.rank], None, loss_of)
-        what = f"{graph}, {schedule}, {num_microbatches} micro-batches"
+        what = f"{graph}, {num_microbatches} micro-batches"
         require((loss is None) == (own_loss is None), f"{what}: the loss is {loss}")
         _compare(what, chain, expected, loss, own_loss)
-        if num_microbatches == 3:
-            gradients[schedule] = [p.grad for p in chain.parameters()]
-    is_equal = all(map(torch.equal, gradients["gpipe"], gradients["1f1b"]))
-    require(is_equal, f"{graph}: GPipe and 1F1B differ in bits")
 
 
 def check_changed_shapes(comm: Communicator) -> None:

@@ -97,9 +97,6 @@ COLLECTIVES: dict[str, tuple[bool, Callable, Callable]] = {
         for op, reduce in {
             "sum": lambda s: s.sum(0),
             "mean": lambda s: s.mean(0),
-            "product": lambda s: s.prod(0),
-            "max": lambda s: s.amax(0),
-            "min": lambda s: s.amin(0),
         }.items()
     },
     **{
@@ -113,7 +110,6 @@ COLLECTIVES: dict[str, tuple[bool, Callable, Callable]] = {
         for op, reduce in {
             "sum": lambda s: s.sum(0),
             "mean": lambda s: s.mean(0),
-            "max": lambda s: s.amax(0),
         }.items()
     },
 }

@@ -2,6 +2,7 @@
 
 import shutil
 import threading
+import time
 from collections import OrderedDict
 from contextlib import nullcontext
 from pathlib import Path
@@ -299,14 +300,12 @@ def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
         checkpointer.save(1, {"it": holder})
         opener = threading.Timer(0.3, may_write.set)
         opener.start()
+        begin_s = time.monotonic()
         checkpointer.save(2, {"it": holder})
+        waited_s = time.monotonic() - begin_s
         checkpointer.finish()
         opener.join()
-        first, second = checkpointer.records
-        assert first.waited_s < second.waited_s
-        assert second.stopped_s < second.waited_s
-        assert first.written_nbytes > 0
-        return second.waited_s, checkpointer.get_stats()
+        return waited_s, checkpointer.get_stats()
 
     for waited_s, stats in on_ranks(rank_main, 2):
         assert waited_s > 0.2

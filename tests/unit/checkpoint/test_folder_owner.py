@@ -242,6 +242,6 @@ def test_a_heartbeat_and_a_save_make_the_file_of_a_removed_folder_once(tmp_path:
     both_are_here.reset()
     (tmp_path / OWNER).unlink()
     with ThreadPoolExecutor(2) as pool:
-        for call in [pool.submit(owner._beat_once) for _ in range(2)]:
+        for call in [pool.submit(owner.confirm) for _ in range(2)]:
             call.result()
     owner.release()

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import functools
 import math
-import os
-import threading
 import time
 
 import numpy as np
@@ -16,10 +13,8 @@ from torch.utils.data import TensorDataset
 
 from tests.limits import limit
 from tests.mpi_pool import MpiPool
-from torchmn.cluster import Topology
-from torchmn.comm.transports.shared_segment import SharedMemorySegment
 from torchmn.data import scatter_dataset, scatter_index, shard_bounds
-from torchmn.data.packed_samples import PackedSamples
+from torchmn.data.received_samples import ReceivedSamples
 from torchmn.errors import DataError, RankMismatchError, TorchmnError, UnsupportedError, UsageError
 from torchmn.testing import run_ranks
 
@@ -58,7 +53,7 @@ def outcome(function, comm):
 
 def process_main(comm):
     part = scatter_dataset(images(5) if comm.rank == 0 else None, comm)
-    return [int(label) for _, label in part], part.dataset.memory.address().inode
+    return [int(label) for _, label in part]
 
 
 # ---- the rules
@@ -168,66 +163,37 @@ def test_the_root_s_arguments_count() -> None:
 
 # ---- only the root has it
 
-PLACEMENTS = [
-    Topology.blocks([2]),
-    Topology.blocks([1, 1]),
-    Topology.blocks([2, 2]),
-    Topology.blocks([3, 1]),
-    Topology(("a", "b", "a", "b")),
-    Topology.blocks([1, 1, 1]),
-]
 
-
-@pytest.mark.parametrize("topology", PLACEMENTS, ids=str)
+@pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("root", [0, -1])
-def test_one_copy_per_node(topology: Topology, root: int) -> None:
-    root %= topology.size
+@pytest.mark.parametrize("max_buf_len", [64, 2**20])
+def test_each_rank_receives_its_shard(size: int, root: int, max_buf_len: int) -> None:
+    root %= size
     source = images()
 
     def shard(comm):
-        part = scatter_dataset(
-            source if comm.rank == root else None, comm, root, shuffle=True, seed=1, max_buf_len=64
-        )
-        assert isinstance(part.dataset, PackedSamples)
-        facts = part.dataset.memory.address()
-        return comm.inter_rank, facts.inode, part.indices, list(part)
+        own = source if comm.rank == root else None
+        part = scatter_dataset(own, comm, root, shuffle=True, seed=1, max_buf_len=max_buf_len)
+        assert isinstance(part.dataset, ReceivedSamples)
+        return part.indices, list(part)
 
-    results = run_ranks(shard, topology.size, topology=topology)
-    copies = {node: {inode for at, inode, _, _ in results if at == node} for node, *_ in results}
-    assert all(len(inodes) == 1 for inodes in copies.values())
-    assert len(set().union(*copies.values())) == len(topology.nodes)
-    for rank, (_, _, indices, samples) in enumerate(results):
-        order = np.random.RandomState(1).permutation(21)
-        assert indices == list(order[slice(*shard_bounds(21, topology.size, rank))])
+    order = np.random.RandomState(1).permutation(21)
+    for rank, (indices, samples) in enumerate(run_ranks(shard, size)):
+        assert indices == list(order[slice(*shard_bounds(21, size, rank))])
         for index, (x, label) in zip(indices, samples, strict=True):
             assert torch.equal(x, source[index][0])
             assert label == index
             assert label.dtype == torch.int64
 
 
-@pytest.mark.parametrize("topology", [Topology.blocks([2]), Topology.blocks([1, 1])], ids=str)
-def test_samples_of_different_lengths_travel_encoded(topology: Topology) -> None:
-    source = [("a" * n, list(range(n)), torch.ones(n)) for n in range(9)]
-
-    def samples(comm):
-        part = scatter_dataset(source if comm.rank == 0 else None, comm, force_equal_length=False)
-        return list(part)
-
-    parts = run_ranks(samples, 2, topology=topology, is_trusted=False)
-    for (text, numbers, ones), expected in zip(parts[0] + parts[1], source, strict=True):
-        assert (text, numbers) == expected[:2]
-        assert torch.equal(ones, expected[2])
-
-
 @pytest.mark.parametrize("length", [0, 1, 2])
-@pytest.mark.parametrize("topology", [Topology.blocks([3]), Topology.blocks([1, 2])], ids=str)
-def test_fewer_samples_than_ranks(length: int, topology: Topology) -> None:
+def test_fewer_samples_than_ranks(length: int) -> None:
     def samples(comm):
         part = scatter_dataset(images(length) if comm.rank == 0 else None, comm)
         return [int(label) for _, label in part]
 
     bounds = [shard_bounds(length, 3, rank) for rank in range(3)]
-    assert run_ranks(samples, 3, topology=topology) == [list(range(*bound)) for bound in bounds]
+    assert run_ranks(samples, 3) == [list(range(*bound)) for bound in bounds]
 
 
 def test_the_root_reads_each_sample_once_and_others_nothing() -> None:
@@ -250,23 +216,10 @@ def test_work_longer_than_the_time_limit_is_no_failure() -> None:
     assert sum(run_ranks(samples, 2, timeout_s=timeout_s), []) == list(range(12))
 
 
-@pytest.mark.parametrize("topology", [Topology.blocks([2]), Topology.blocks([1, 1])], ids=str)
-def test_the_copy_has_no_name(memory_folder: str, topology: Topology) -> None:
-    def listing(comm):
-        own = images() if comm.rank == 0 else None
-        part = scatter_dataset(own, comm, shared_directory=memory_folder)
-        return len(part), os.listdir(memory_folder)
-
-    assert run_ranks(listing, 2, topology=topology) == [(11, []), (11, [])]
-
-
 @pytest.mark.processes
 @pytest.mark.mpi
 def test_ranks_that_are_processes(mpi_pool: MpiPool) -> None:
-    for topology in (Topology.blocks([2]), Topology.blocks([1, 1])):
-        results = mpi_pool.run(process_main, 2, topology=topology)
-        assert [labels for labels, _ in results] == [[0, 1, 2], [2, 3, 4]]
-        assert len({inode for _, inode in results}) == len(topology.nodes)
+    assert mpi_pool.run(process_main, 2) == [[0, 1, 2], [2, 3, 4]]
 
 
 # ---- errors reach all ranks
@@ -294,69 +247,22 @@ ERRORS = {
     "no length": (Lengthless(), UsageError, "Lengthless, has no length"),
     "None at the root": (None, UsageError, "rank 0 is the root and passed None"),
     "pickle without trust": ([{1, 2}, Unpicklable()], UnsupportedError, "Sample 1"),
-    "structured": ([np.zeros(1, [("a", "i4")])[0]], UnsupportedError, "structured"),
 }
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-@pytest.mark.parametrize(
-    ("call", "topology"),
-    [("map_private", Topology.blocks([2])), ("map_shared", Topology.blocks([1, 1]))],
-    ids=str,
-)
-def test_memory_that_one_rank_cannot_map(
-    monkeypatch: pytest.MonkeyPatch, call: str, topology: Topology, failing: int
-) -> None:
-    own = threading.local()
-    original = getattr(SharedMemorySegment, call)
-
-    def fail(self):
-        if own.rank == failing:
-            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-        return original(self)
-
-    monkeypatch.setattr(SharedMemorySegment, call, fail)
-
-    def attempt(comm):
-        own.rank = comm.rank
-        encoded = [{1, 2}, {3}]
-        scatter = functools.partial(scatter_dataset, encoded if comm.rank == 0 else None)
-        return outcome(scatter, comm)
-
-    for error, seconds in run_ranks(attempt, 2, topology=topology, timeout_s=limit(30)):
-        assert isinstance(error, DataError)
-        assert f"Rank {failing} on {topology.hosts[failing]}: " in str(error)
-        assert "Cannot allocate memory" in str(error)
-        assert seconds < 15
-
-
 @pytest.mark.parametrize("case", ERRORS)
-@pytest.mark.parametrize("topology", [Topology.blocks([3]), Topology.blocks([1, 2])], ids=str)
-def test_the_root_s_error_is_raised_on_all_ranks(case: str, topology: Topology) -> None:
+def test_the_root_s_error_is_raised_on_all_ranks(case: str) -> None:
     source, kind, message = ERRORS[case]
 
     def attempt(comm):
         scatter = functools.partial(scatter_dataset, source if comm.rank == 0 else None)
         return outcome(scatter, comm)
 
-    results = run_ranks(attempt, 3, topology=topology, is_trusted=False)
+    results = run_ranks(attempt, 3, is_trusted=False)
     assert all(type(error) is kind for error, _ in results)
     assert len({str(error) for error, _ in results}) == 1
     assert message in str(results[0][0])
     assert all(seconds < 10 for _, seconds in results)
-
-
-def test_too_little_room_on_another_node(memory_folder: str) -> None:
-    """The second node finds its folder missing: the node of the root raises as well."""
-
-    def attempt(comm):
-        own = images() if comm.rank == 0 else None
-        folder = memory_folder if comm.rank == 0 else f"{memory_folder}/gone"
-        return outcome(lambda c: scatter_dataset(own, c, shared_directory=folder), comm)
-
-    results = run_ranks(attempt, 3, topology=Topology.blocks([1, 2]))
-    assert {str(error) for error, _ in results} == {str(results[0][0])}
-    assert str(results[0][0]).startswith("Rank 1 on node1")
 
 
 def test_data_sets_of_different_lengths_are_refused() -> None:

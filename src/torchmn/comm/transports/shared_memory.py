@@ -48,17 +48,13 @@ from torchmn.comm.transports.base import (
     gather_json,
     poll_until,
 )
-from torchmn.comm.transports.shared_segment import Address, ErrorContext, SharedMemorySegment
+from torchmn.comm.transports.shared_segment import Address, SharedMemorySegment
 
 CHUNK_BYTES = 2 * MiB
 _SEGMENT_BYTES = 128 * MiB  # on nodes with many ranks chunks get smaller
 _SMALL_BYTES = 32 * KiB
 _CACHED_BYTES = 256 * KiB  # folded at a time, so that copies of it come from the cache
 _PAGE_BYTES = 4 * KiB
-_PURPOSE = ErrorContext(
-    "the exchange between this node's ranks",
-    "Make the folder larger (docker: --shm-size).",
-)
 
 
 class SharedMemoryTransport(WrappingTransport):
@@ -119,8 +115,7 @@ class SharedMemoryTransport(WrappingTransport):
         address, problem = None, ""
         try:
             if self.rank == 0:
-                memory = SharedMemorySegment.create(nbytes, _PURPOSE)
-                memory.reserve(0, nbytes)
+                memory = SharedMemorySegment.create(nbytes)
                 address = dataclasses.astuple(memory.address())
         except (TorchmnError, OSError) as error:
             problem = str(error)

@@ -10,20 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
 
 from torchmn.base.compiling import not_compiled
-from torchmn.base.errors import RankMismatchError
+from torchmn.base.errors import raise_if_unknown
 from torchmn.base.torch_private import current_graph_task_id
 from torchmn.comm import Communicator
 from torchmn.comm.collectives import allgather_for
-from torchmn.comm.reductions import OPS, UserOp
 from torchmn.nn.functions.exchange import Backward, Exchange, Gradients
 from torchmn.nn.functions.recomputation import checkpoints
 
+Op = Literal["sum", "mean"]
 _Backward = Callable[[list[Tensor]], tuple[Gradients, Tensor | None]]
 
 
@@ -134,12 +134,13 @@ def allgather(comm: Communicator, x: Tensor) -> tuple[Tensor, ...]:
 
 
 @not_compiled
-def allreduce(comm: Communicator, x: Tensor, op: UserOp = "sum") -> Tensor:
-    """Sum, mean, product, max or min over ranks; backward is that of the same on one process.
+def allreduce(comm: Communicator, x: Tensor, op: Op = "sum") -> Tensor:
+    """Sum or mean over ranks; backward is that of the same on one process.
 
-    *Collective.* Shape and dtype are the same on all ranks. The gradient of a max or min is divided
-    among the ranks that have it. Product, max and min gather all ranks' tensors on each. Raises as
-    `Communicator.allreduce`; in backward CommunicationError: another rank does not run it.
+    *Collective.* Shape and dtype are the same on all ranks. For a product, max or min reduce the
+    tensors of all ranks: ``torch.stack(allgather(comm, x)).amax(0)``. Raises as
+    `Communicator.allreduce`, and UnknownNameError for another ``op``; in backward
+    CommunicationError: another rank does not run it.
 
     Example:
         >>> x = torch.ones(2, requires_grad=True)
@@ -147,8 +148,7 @@ def allreduce(comm: Communicator, x: Tensor, op: UserOp = "sum") -> Tensor:
         >>> x.grad.tolist()
         [1.0, 1.0]
     """
-    if op in OPS and op not in ("sum", "mean"):
-        return _reduced(_equal_shapes(comm, allgather(comm, x)), op)
+    raise_if_unknown("op", op, get_args(Op))
 
     def backward(grads: list[Tensor]) -> tuple[Gradients, Tensor | None]:
         return (allreduce(comm, grads[0], op),), None
@@ -157,7 +157,7 @@ def allreduce(comm: Communicator, x: Tensor, op: UserOp = "sum") -> Tensor:
 
 
 @not_compiled
-def reduce_scatter(comm: Communicator, xs: Sequence[Tensor] | Tensor, op: UserOp = "sum") -> Tensor:
+def reduce_scatter(comm: Communicator, xs: Sequence[Tensor] | Tensor, op: Op = "sum") -> Tensor:
     """The reduction of ``xs[r]`` over all ranks, at rank r; backward gathers the gradients.
 
     *Collective.* The r-th tensor has the same shape and dtype on all ranks. ``op`` as in
@@ -168,8 +168,7 @@ def reduce_scatter(comm: Communicator, xs: Sequence[Tensor] | Tensor, op: UserOp
         >>> torchmn.functions.reduce_scatter(comm, [torch.ones(2)] * comm.size, "sum").tolist()
         [1.0, 1.0]
     """
-    if op in OPS and op not in ("sum", "mean"):
-        return _reduced(_equal_shapes(comm, alltoall(comm, _parts(xs))), op)
+    raise_if_unknown("op", op, get_args(Op))
 
     def backward(grads: list[Tensor]) -> tuple[Gradients, Tensor | None]:
         own = grads[0] if op == "sum" else grads[0] / comm.size
@@ -219,21 +218,3 @@ def _parts(xs: Any) -> Sequence[Any]:
     if isinstance(xs, Tensor):
         return xs.unbind() if xs.dim() else ()
     return xs if isinstance(xs, Sequence) else ()
-
-
-def _equal_shapes(comm: Communicator, xs: tuple[Tensor, ...]) -> Tensor:
-    """Stack tensors of W ranks to shape (W, ...). Raises RankMismatchError: shapes differ."""
-    seen = {f"{x.dtype} {list(x.shape)} of rank {rank}" for rank, x in enumerate(xs)}
-    if len({(x.dtype, x.shape) for x in xs}) > 1:
-        raise RankMismatchError(
-            f"{comm.rank_label}: tensors of different shapes or dtypes cannot be reduced: "
-            f"{', '.join(sorted(seen))}."
-        )
-    return torch.stack(xs)
-
-
-def _reduced(stacked: Tensor, op: str) -> Tensor:
-    """Reduce a tensor of shape (W, ...) over dim 0, differentiably."""
-    if op == "product":
-        return stacked.prod(0)
-    return stacked.amax(0) if op == "max" else stacked.amin(0)

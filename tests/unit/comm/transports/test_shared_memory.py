@@ -21,7 +21,6 @@ from torchmn.testing import run_ranks
     ("call", "failing"),
     [
         ("create", 0),
-        ("reserve", 0),
         ("address", 0),
         ("attach", 2),
         ("address", 2),
