@@ -53,8 +53,6 @@ class ImitatedRun:
     jitter: float = NOISE
     slow_start_s: float = 0.0
     """How much longer the first step takes."""
-    late_ends: dict[int, float] = field(default_factory=dict)
-    """By rank: how many seconds later each exchange ends there."""
     samples: int = 32
     extra: dict[Phase, tuple[int, float]] = field(default_factory=dict)
     """By phase: every how many steps it takes how long, on all ranks."""
@@ -67,9 +65,6 @@ class ImitatedRun:
     blocked: dict[int, float] = field(default_factory=dict)
     """By rank: the share of its backward in which it neither runs nor waits for a core."""
     cpus: dict[int, list[int]] = field(default_factory=dict)
-    clock_jump: tuple[int, int, float] | None = None
-    """A rank, a step and by how many seconds its clock jumps there."""
-    has_clocks: bool = True
     has_ended: bool = True
     settings: dict[str, str] = field(
         default_factory=lambda: {"schedule": "every_step", "codec": "none"}
@@ -88,9 +83,7 @@ class ImitatedRun:
         lines: list[list[Line]] = [[self._start(rank, offsets[rank])] for rank in self.ranks]
         begin = [0.0] * self.num_ranks  # in seconds of rank 0's clock
         for step in range(self.num_steps):
-            if self.clock_jump and step == self.clock_jump[1]:
-                offsets[self.clock_jump[0]] -= self.clock_jump[2]
-            if self.has_clocks and step % 10 == 0:
+            if step % 10 == 0:
                 for rank in self.ranks:
                     error = rng.uniform(-CLOCK_ERROR_S, CLOCK_ERROR_S) if rank else 0.0
                     at_s = begin[rank] - offsets[rank]
@@ -122,8 +115,7 @@ class ImitatedRun:
             for rank in self.ranks:
                 backward_end = backward_begin[rank] + phases[rank]["backward"]
                 if self.bucket_nbytes:
-                    last = free + self.late_ends.get(rank, 0.0)
-                    phases[rank]["exchange"] = max(0.0, last - backward_end)
+                    phases[rank]["exchange"] = max(0.0, free - backward_end)
                 total = sum(phases[rank].values())
                 peer = f"host{(self.host_of(rank) + 1) % num_hosts}"
                 nbytes = sum(self.bucket_nbytes)
@@ -147,7 +139,7 @@ class ImitatedRun:
                                 sent_nbytes=size,
                                 ready_s=ready[rank][number] - begin[rank],
                                 started_s=started[number][rank] - begin[rank],
-                                ended_s=ended[number] + self.late_ends.get(rank, 0.0) - begin[rank],
+                                ended_s=ended[number] - begin[rank],
                             )
                             for number, size in enumerate(self.bucket_nbytes)
                         ],

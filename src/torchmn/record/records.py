@@ -14,7 +14,7 @@ import os
 import threading
 from collections import deque
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import msgspec
 
@@ -47,6 +47,11 @@ without ``encode`` and ``decode`` where that thread does them, ``other`` is the 
 """
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
+# A reader takes lines with other numbers for damaged ones: sums of these do not overflow.
+Seconds = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]
+Integer = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
+Size = Annotated[int, msgspec.Meta(ge=1, le=2**24)]
+
 
 class RunStart(Record, frozen=True, kw_only=True):
     """The first line of a rank. ``unix_s`` and ``at_s`` are the same moment on two clocks.
@@ -57,16 +62,16 @@ class RunStart(Record, frozen=True, kw_only=True):
     """
 
     format: int
-    rank: int
-    size: int
-    intra_rank: int
-    inter_rank: int
+    rank: Integer
+    size: Size
+    intra_rank: Integer
+    inter_rank: Integer
     host: str
     pid: int
     device: str
     cpus: list[int]
-    unix_s: float
-    at_s: float
+    unix_s: Seconds
+    at_s: Seconds
     settings: dict[str, str]
     versions: dict[str, str]
     link_bytes_per_s: float = 0.0
@@ -75,7 +80,7 @@ class RunStart(Record, frozen=True, kw_only=True):
 class SettingsChanged(Record, frozen=True, kw_only=True):
     """Autotuning, a warm-up or the script has changed settings from ``step`` on."""
 
-    step: int
+    step: Integer
     settings: dict[str, str]
 
 
@@ -88,14 +93,14 @@ class Bucket(Record, frozen=True, kw_only=True):
     before. ``encode_s`` and ``decode_s`` are the seconds that the codec took of it.
     """
 
-    number: int
-    nbytes: int
-    sent_nbytes: int
-    ready_s: float
-    started_s: float
-    ended_s: float
-    encode_s: float = 0.0
-    decode_s: float = 0.0
+    number: Integer
+    nbytes: Integer
+    sent_nbytes: Integer
+    ready_s: Seconds
+    started_s: Seconds
+    ended_s: Seconds
+    encode_s: Seconds = 0.0
+    decode_s: Seconds = 0.0
 
 
 class Step(Record, frozen=True, kw_only=True):
@@ -108,41 +113,41 @@ class Step(Record, frozen=True, kw_only=True):
     not tell.
     """
 
-    step: int
-    at_s: float
-    seconds: float
-    phases: dict[Phase, float]
-    samples: int | None = None
-    sent: dict[str, int] = {}
-    received: dict[str, int] = {}
+    step: Integer
+    at_s: Seconds
+    seconds: Seconds
+    phases: dict[Phase, Seconds]
+    samples: Integer | None = None
+    sent: dict[str, Integer] = {}
+    received: dict[str, Integer] = {}
     buckets: list[Bucket] = []
-    run_queue_s: float | None = None
-    cpu_s: float | None = None
-    others_cpu_s: float | None = None
+    run_queue_s: Seconds | None = None
+    cpu_s: Seconds | None = None
+    others_cpu_s: Seconds | None = None
 
 
 class GradientTimes(Record, frozen=True, kw_only=True):
     """When each gradient was ready, in seconds after the first one. Recorded in some steps."""
 
-    step: int
-    ready_s: list[float]
-    numel: list[int]
-    nbytes: list[int]
+    step: Integer
+    ready_s: list[Seconds]
+    numel: list[Integer]
+    nbytes: list[Integer]
     is_small: list[bool]
 
 
 class Memory(Record, frozen=True, kw_only=True):
     """Bytes of the process, and of the device's allocator (0 on CPUs)."""
 
-    at_s: float
-    rss_nbytes: int
-    device_nbytes: int
+    at_s: Seconds
+    rss_nbytes: Integer
+    device_nbytes: Integer
 
 
 class Value(Record, frozen=True, kw_only=True):
     """A number that the script reports, such as its loss."""
 
-    step: int
+    step: Integer
     name: str
     value: float
 
@@ -150,17 +155,17 @@ class Value(Record, frozen=True, kw_only=True):
 class ClockOffset(Record, frozen=True, kw_only=True):
     """Rank 0's clock showed ``at_s + offset_s``, give or take ``error_s``."""
 
-    at_s: float
-    offset_s: float
-    error_s: float
+    at_s: Seconds
+    offset_s: Seconds
+    error_s: Seconds
 
 
 class RunEnd(Record, frozen=True, kw_only=True):
     """The script has ended by itself."""
 
-    at_s: float
+    at_s: Seconds
     status: int
-    phases: dict[Phase, float] = {}
+    phases: dict[Phase, Seconds] = {}
     """Since the end of the last step."""
 
 

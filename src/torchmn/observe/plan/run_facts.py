@@ -59,7 +59,7 @@ def facts_of(path: Path) -> Training:
     thinned = np.linspace(0, len(ordered) - 1, min(len(ordered), _MAX_DEVIATIONS)).round()
     facts = Training(
         title=str(path),
-        samples=int(np.median(samples)) if np.all(np.isfinite(samples)) else 1,
+        samples=max(1, int(np.median(samples))) if np.all(np.isfinite(samples)) else 1,
         compute_s=float(np.median(compute)),
         backward_share=backward_share,
         after_share=min(float(medians[PHASES.index("optimizer")]), 1 - backward_share),
@@ -82,11 +82,12 @@ def facts_of(path: Path) -> Training:
 
 
 def _usable(rank: RankRecord) -> NDArray[np.bool_]:
-    """Select steps other than the first ones and those that evaluate or save."""
+    """Select steps that compute, but for the first ones and those that evaluate or save."""
     steps = rank.steps
     quiet = steps.phases[:, _PAUSES].sum(axis=1) < 0.01 * np.maximum(steps.seconds, 1e-9)
     first = rank.first_step + min(_NUM_WARM_UP, len(steps) // 3)
-    return np.asarray((steps.step >= first) & quiet)
+    has_computed = steps.phases[:, _COMPUTED].sum(axis=1) > 0
+    return np.asarray((steps.step >= first) & quiet & has_computed)
 
 
 def _gradients(ranks: Sequence[RankRecord]) -> tuple[ReadyGradient, ...]:

@@ -13,7 +13,6 @@ Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
 RUNNING_S = 120.0  # a run whose files were written to since is taken to continue
-MAX_DRIFT = 1e-3  # clocks that move apart faster have jumped: crystals differ by 1e-4 at most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,32 +50,6 @@ class Steps:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Clock:
-    """Offsets of a rank's clock from that of rank 0, from `records.ClockOffset`."""
-
-    at_s: Floats
-    offset_s: Floats
-    error_s: Floats
-
-    def to_rank0(self, at_s: Floats) -> Floats:
-        """Convert times of this clock to times of rank 0's clock. Local."""
-        if not len(self.at_s):
-            return at_s
-        return np.asarray(at_s + np.interp(at_s, self.at_s, self.offset_s), dtype=np.float64)
-
-    @property
-    def is_known(self) -> bool:
-        """Whether this clock was compared with rank 0's."""
-        return len(self.at_s) > 0
-
-    @property
-    def jumps(self) -> Floats:
-        """Times at which this clock or rank 0's jumped, as when it was set or stood still."""
-        moved = np.abs(np.diff(self.offset_s)) - self.error_s[1:] - self.error_s[:-1]
-        return self.at_s[1:][moved > MAX_DRIFT * np.diff(self.at_s)]
-
-
-@dataclass(frozen=True, kw_only=True)
 class RankRecord:
     """The record of one rank, or a sample of it."""
 
@@ -86,7 +59,6 @@ class RankRecord:
     sent: dict[str, int]  # bytes by host, over `steps`
     values: dict[str, tuple[Integers, Floats]]  # what the script reports, by name: steps and values
     memory: tuple[Floats, Floats, Floats]  # ``at_s``, bytes of the process, bytes of the device
-    clock: Clock
     gradient_times: list[GradientTimes]
     first_step: int
     last_step: int  # of the whole record, also where `steps` is a sample
@@ -110,12 +82,6 @@ class Run:
     def size(self) -> int:
         """Number of ranks of the run."""
         return self.ranks[0].start.size
-
-    @property
-    def missing(self) -> list[int]:
-        """Ranks without a record."""
-        found = {rank.start.rank for rank in self.ranks}
-        return [rank for rank in range(self.size) if rank not in found]
 
     @property
     def is_sampled(self) -> bool:

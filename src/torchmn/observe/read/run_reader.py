@@ -21,13 +21,12 @@ import numpy as np
 from torchmn.base.errors import DataError
 from torchmn.cluster.units import grouped
 from torchmn.control.codec import decode_union
-from torchmn.observe.read.recorded_run import Buckets, Clock, Floats, RankRecord, Run, Steps
+from torchmn.observe.read.recorded_run import Buckets, Floats, RankRecord, Run, Steps
 from torchmn.observe.read.seeking import MEMORY, STEP, seek, step_range, tail
 from torchmn.record.records import (
     FOLDER,
     FORMAT,
     PHASES,
-    ClockOffset,
     GradientTimes,
     Line,
     Memory,
@@ -48,7 +47,7 @@ _ROUND = re.compile(r"round(\d+)")
 
 _MAX_TAIL_BYTES = 1 << 22  # which hold those of the 10 s between two measurements of memory
 # Lines that are read there although they belong to no step that is.
-_AT_THE_END = (b'"RunEnd"', b'"ClockOffset"', b'"Memory"')
+_AT_THE_END = (b'"RunEnd"', b'"Memory"')
 _decoder = msgspec.json.Decoder(Line)
 _STEP_COLUMNS = ("step", "at_s", "seconds", "samples", "run_queue_s", "cpu_s", "others_cpu_s")
 _BUCKET_COLUMNS = ("nbytes", "sent_nbytes", "started_s", "ended_s", "encode_s", "decode_s")
@@ -202,7 +201,7 @@ class _RankReader:
         for first, end in windows:
             if end <= steps[0] or first > steps[1]:
                 continue
-            seek(file, first, steps)
+            seek(file, first)
             for text in file:
                 match = STEP.match(b"\n" + text[:200])
                 if match and int(match[1]) >= end:
@@ -268,7 +267,6 @@ class _Table:
             buckets=Buckets(**_columns(self._buckets, ("row", *_BUCKET_COLUMNS))),
         )
         others = self._others
-        clocks = {(each.at_s, each.offset_s, each.error_s) for each in others[ClockOffset]}
         memory = {(each.at_s, each.rss_nbytes, each.device_nbytes) for each in others[Memory]}
         at_s, process, device = _transposed(sorted(memory), 3)
         values = grouped((each.name, each) for each in others[Value])
@@ -288,7 +286,6 @@ class _Table:
                 for name, found in values.items()
             },
             memory=(at_s, process, device),
-            clock=Clock(**_columns(sorted(clocks), ("at_s", "offset_s", "error_s"))),
             gradient_times=others[GradientTimes],
             first_step=first_step,
             last_step=last_step,

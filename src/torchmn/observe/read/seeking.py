@@ -2,13 +2,14 @@
 
 import math
 import re
+from bisect import bisect_left
 from pathlib import Path
 from typing import BinaryIO
 
 # Not of other lines: values that the script reports have any number of step, such as an epoch's.
 STEP = re.compile(rb'\n\{"type":\s*"Step",\s*"step":\s*(\d+)')
 MEMORY = re.compile(rb'\n[^\n]{0,40}?"Memory"')
-_BLOCK = 1 << 14
+_BLOCK = 1 << 13
 
 
 def step_range(path: Path) -> tuple[int, int] | None:
@@ -57,23 +58,14 @@ def _next_step(file: BinaryIO, offset: int) -> tuple[int, int] | None:
         text += more
 
 
-def seek(file: BinaryIO, target: int, steps: tuple[int, int]) -> None:
-    """Seek to a line shortly before those of step ``target``, or to the beginning of the file.
+def seek(file: BinaryIO, target: int) -> None:
+    """Seek to a line shortly before those of step ``target``, or to the beginning of the file."""
 
-    ``steps`` are the first and last step of the file, between which it interpolates.
-    """
-    low, high = 0, file.seek(0, 2)
-    low_step, high_step = steps[0], steps[1] + 1
-    for attempt in range(64):
-        if target - low_step <= 1 or high - low <= _BLOCK:
-            break
-        share = (target - low_step - 1.5) / max(1, high_step - low_step) if attempt % 4 < 3 else 0.5
-        guess = low + min(max(int(share * (high - low)), 1), high - low - 1)
-        found = _next_step(file, guess)
-        if found is None or found[0] >= high or found[1] >= target:
-            high = guess
-            if found is not None:
-                high_step = max(found[1], low_step + 1)
-        else:
-            low, low_step = found
-    file.seek(low)
+    def step_after(block: int) -> int:
+        found = _next_step(file, block * _BLOCK)
+        return target if found is None else found[1]
+
+    blocks = range(file.seek(0, 2) // _BLOCK + 1)
+    first = bisect_left(blocks, target, key=step_after)  # which has no earlier step after its begin
+    before = _next_step(file, (first - 1) * _BLOCK) if first else None
+    file.seek(0 if before is None else before[0])

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from torchmn.observe.read.recorded_run import Floats, Integers
-from torchmn.observe.report.drawing import Axis, Drawing, axis_of, axis_of_names
-from torchmn.observe.report.summary import Summary, bits, duration, number_list, rank_list
-from torchmn.observe.report.tables import MAX_ROWS, Scaling, Table, links_table, scaling_table
+from torchmn.observe.report.drawing import Drawing, axis_of, axis_of_names
+from torchmn.observe.report.summary import Summary, duration, number_list, rank_list
+from torchmn.observe.report.tables import MAX_ROWS, Table
 from torchmn.record.records import PHASES
 
 MAX_BARS = 48
-MAX_LINES = 24
 MAX_BINS = 120
 MAX_HEATMAP_ROWS, MAX_HEATMAP_CELLS = 64, 1920
 MAX_POINTS = 300
@@ -33,8 +32,7 @@ PHASE_COLORS = {
     "checkpoint": "#b0a46c",
     "other": "#c7c7c7",
 }
-MEASURED, IDEAL, FITTED = "#0072b2", "#7f7f7f", "#d55e00"
-LINE_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f")
+LINE_COLOR = "#0072b2"
 # Early ranks are blue, late ones red, in between they are grey.
 EARLY, MIDDLE, LATE = (33, 102, 172), (247, 247, 247), (178, 24, 43)
 NUM_SHADES = 8
@@ -51,53 +49,14 @@ class Chart:
     is_small: bool = False  # whether several fit beside each other
 
 
-def scaling_charts(scaling: Scaling) -> Iterator[Chart]:
-    """Chart throughput, speed-up and efficiency over the number of ranks."""
-    points = scaling.points
-    sizes = [point.num_ranks for point in points]
-    curve = np.linspace(sizes[0], sizes[-1], 60)
-    amdahl = np.array([scaling.amdahl(size) for size in curve])
-    per_rank = points[0].rate / points[0].speedup
-    for title, scale, measured, tick_format in (
-        (f"Throughput ({scaling.unit})", per_rank, [p.rate for p in points], ""),
-        ("Speed-up", 1.0, [p.speedup for p in points], ""),
-        ("Efficiency", 1 / curve, [p.efficiency for p in points], ".0%"),
-    ):
-        drawing = Drawing(
-            axis_of([0, *sizes], "ranks"),
-            axis_of([0, *measured, *(scale * curve)], spec=tick_format),
-        )
-        drawing.line(curve, scale * curve, IDEAL, dash="dashed")
-        drawing.legend("ideal", IDEAL, dash="dashed")
-        if scaling.serial_share is not None:
-            drawing.line(curve, scale * amdahl, FITTED, dash="dotted")
-            name = f"Amdahl, serial part {scaling.serial_share:.1%}"
-            drawing.legend(name, FITTED, dash="dotted")
-        values = [f"{value:{tick_format or ',.2f'}}" for value in measured]
-        texts = [f"{n} ranks: {value}" for n, value in zip(sizes, values, strict=True)]
-        drawing.dots(sizes, measured, MEASURED, texts)
-        drawing.legend("measured", MEASURED)
-        yield Chart(
-            title=title,
-            description=f"{title} over the number of ranks: {', '.join(texts)}",
-            drawing=drawing.html(),
-            table=scaling_table(scaling),
-            is_small=True,
-        )
-
-
 def run_charts(summary: Summary) -> Iterator[Chart]:
-    """Chart the phases of a run, the lateness of ranks, links, values and memory."""
+    """Chart the phases of a run, the lateness of its ranks, and what the script reports."""
     yield _phases_by_rank(summary)
     if len(summary.step) > 1:
         yield _phases_over_time(summary)
     if len(summary.ranks) > 1:
         yield _lateness(summary)
-    if summary.links:
-        yield _links(summary)
     yield from _values(summary)
-    if any(rank.memory[1].any() for rank in summary.ranks):
-        yield _memory(summary)
 
 
 def _phases_by_rank(summary: Summary) -> Chart:
@@ -242,41 +201,6 @@ def _lateness(summary: Summary) -> Chart:
     )
 
 
-def _links(summary: Summary) -> Chart:
-    links = summary.links[:MAX_BARS]
-    names = [f"{link.source} to {link.target}" for link in links]
-    measured = [8e-9 * link.bytes_per_s for link in links]
-    known = [8e-9 * (link.nominal_bytes_per_s or 0.0) for link in links]
-    finite = [rate for rate in (*measured, *known) if np.isfinite(rate)]
-    drawing = Drawing(
-        axis_of([0, *finite], "Gb/s while busy"),
-        Axis(low=len(links), high=0, ticks=[]),
-        height=40 * len(links),
-    )
-    bars = [
-        ((0, rate, row + 0.55, row + 0.9), f"{name}: {rate:.3g} Gb/s")
-        for row, (name, rate) in enumerate(zip(names, measured, strict=True))
-        if np.isfinite(rate)
-    ]
-    drawing.bars(bars, MEASURED)
-    drawing.legend("measured", MEASURED)
-    for row, (name, rate) in enumerate(zip(names, known, strict=True)):
-        drawing.label(row, name)
-        if rate:
-            title = f"{name}: {rate:.3g} Gb/s nominal"
-            drawing.line([rate, rate], [row + 0.45, row + 1.0], FITTED, title=title)
-    if any(known):
-        drawing.legend("nominal", FITTED)
-    shown = zip(names[:8], links, strict=False)
-    return Chart(
-        title="Links between hosts",
-        description="Rates from host to host while gradients are exchanged: "
-        + ", ".join(f"{n} {bits(each.bytes_per_s)}" for n, each in shown),
-        drawing=drawing.html(),
-        table=links_table(summary),
-    )
-
-
 def _values(summary: Summary) -> Iterator[Chart]:
     """Chart the values that the script reports, as the mean over the ranks that report them."""
     names = list(dict.fromkeys(name for rank in summary.ranks for name in rank.values))
@@ -296,15 +220,12 @@ def _values(summary: Summary) -> Iterator[Chart]:
         if np.isfinite(samples):
             axes.insert(1, ("samples", (steps + 1.0) * samples))
         drawing = Drawing(axis_of(steps, "step"), axis_of(means))
-        if len(steps) > 1:
-            drawing.line(steps, means, MEASURED)
+        drawing.line(steps, means, LINE_COLOR)
         titled = [part[-1] for part in _bins(len(steps), MAX_TITLES)]
         titles = [
             ", ".join(f"{label} {x[row]:,.6g}" for label, x in axes) + f": {means[row]:.5g}"
             for row in titled
         ]
-        if len(steps) == 1:
-            drawing.dots(steps, means, MEASURED, titles)
         drawing.columns(steps[titled].tolist(), titles)
         yield Chart(
             title=name,
@@ -320,41 +241,6 @@ def _values(summary: Summary) -> Iterator[Chart]:
             ),
             is_small=True,
         )
-
-
-def _memory(summary: Summary) -> Chart:
-    ranks = [rank for rank in summary.ranks if rank.memory[1].any()]
-    ranks = sorted(ranks, key=lambda rank: -rank.memory[1].max())[:MAX_LINES]
-    lines, rows = [], []
-    for number, rank in enumerate(sorted(ranks, key=lambda rank: rank.start.rank)):
-        at_s, process, device = rank.memory
-        chosen = np.array([part[-1] for part in _bins(len(at_s), MAX_POINTS // 4)])
-        seconds = at_s[chosen] - rank.start.at_s
-        color = LINE_COLORS[number % len(LINE_COLORS)]
-        for kind, nbytes, dash in (("", process, ""), (", device", device, "dotted")):
-            if not nbytes.any():
-                continue
-            used = nbytes[chosen] / 1e9
-            name = f"{rank.start.rank}{kind}"
-            sizes = [f"{each:.2f} GB" for each in (used[0], used.max(), used[-1])]
-            rows.append((name, rank.start.host, *sizes))
-            title = f"rank {name}: {sizes[1]} at most, {sizes[2]} at last"
-            lines.append((seconds, used, color, dash, title))
-    drawing = Drawing(
-        axis_of(np.concatenate([seconds for seconds, *_ in lines]), "seconds"),
-        axis_of([0, *np.concatenate([used for _, used, *_ in lines])], "GB"),
-    )
-    for seconds, used, color, dash, title in lines:
-        drawing.line(seconds, used, color, dash=dash, title=title)
-        drawing.legend(title.partition(":")[0], color, dash=dash)
-    return Chart(
-        title="Memory",
-        description="Gigabytes over the run, by rank; the most is "
-        f"{max(rank.memory[1].max() for rank in ranks) / 1e9:.2f} GB.",
-        drawing=drawing.html(),
-        table=Table(columns=("rank", "host", "at first", "at most", "at last"), rows=rows),
-        is_small=True,
-    )
 
 
 def _bins(count: int, limit: int) -> list[Integers]:

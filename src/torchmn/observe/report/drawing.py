@@ -17,6 +17,7 @@ UNITS = 1000
 _NUM_TICKS = 5
 _DIGITS = 12
 _ROUNDING = 1e-9
+_LARGEST = 1e300
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,7 @@ class Axis:
 def axis_of(values: Any, title: str = "", *, spec: str = "") -> Axis:
     """Return an axis for numbers, with ticks at round ones. ``spec`` formats their texts."""
     numbers = np.asarray(values, dtype=np.float64).ravel()
-    numbers = numbers[np.isfinite(numbers)]
+    numbers = numbers[np.abs(numbers) < _LARGEST]
     low, high = (float(numbers.min()), float(numbers.max())) if len(numbers) else (0.0, 1.0)
     if not high > low:
         margin = abs(high) / 10 or 1.0
@@ -70,14 +71,11 @@ class Drawing:
     def __init__(self, x: Axis, y: Axis, *, height: int = 260) -> None:
         self._x, self._y, self._height = x, y, height
         self._marks: list[str] = []
-        self._labels: list[str] = []
         self._legend: list[str] = []
 
-    def legend(self, name: str, color: str, *, dash: str = "") -> None:
-        """Name a color; ``color`` may be a gradient. A ``dash`` is that of a line."""
-        style = f"border-top:3px {dash} {color}" if dash else f"background:{color}"
-        kind = " class='line'" if dash else ""
-        self._legend.append(f"<span><i{kind} style='{style}'></i>{escape(name)}</span>")
+    def legend(self, name: str, color: str) -> None:
+        """Name a color; ``color`` may be a gradient."""
+        self._legend.append(f"<span><i style='background:{color}'></i>{escape(name)}</span>")
 
     def bars(self, bars: Iterable[tuple[Sequence[float], str]], color: str) -> None:
         """Draw rectangles: each has left, right, lower and upper value, and its title."""
@@ -96,27 +94,18 @@ class Drawing:
         back = self._points(list(reversed(x)), list(reversed(lower)))
         self._marks.append(f"<path fill='{color}' d='M{there} {back}z'/>")
 
-    def line(self, x: Any, y: Any, color: str, *, dash: str = "", title: str = "") -> None:
-        """Draw a line through points, with gaps where a value is not finite."""
+    def line(self, x: Any, y: Any, color: str) -> None:
+        """Draw a line through points, with gaps where a value is not finite or absurdly large."""
         pairs = [*zip(np.asarray(x, float).tolist(), np.asarray(y, float).tolist(), strict=True)]
         parts: list[list[tuple[float, float]]] = [[]]
         for pair in pairs:
-            if math.isfinite(pair[1]):
+            if abs(pair[1]) < _LARGEST:
                 parts[-1].append(pair)
             elif parts[-1]:
                 parts.append([])
-        path = "".join(f"M{self._points(*zip(*part, strict=True))}" for part in parts if part)
-        kind = f" class='{dash}'" if dash else ""
-        inner = f"<title>{escape(title)}</title>" if title else ""
-        self._marks.append(f"<path{kind} fill='none' stroke='{color}' d='{path}'>{inner}</path>")
-
-    def dots(self, x: Any, y: Any, color: str, titles: Sequence[str]) -> None:
-        """Draw a dot at each point, which stays round: it is a line without length."""
-        marks = [
-            f"<path d='M{self._points([one], [other])}h0'><title>{escape(title)}</title></path>"
-            for one, other, title in zip(x, y, titles, strict=True)
-        ]
-        self._marks.append(f"<g class='dots' stroke='{color}'>{''.join(marks)}</g>")
+        # With the stroke without length at its end, a single point is a dot.
+        path = "".join(f"M{self._points(*zip(*part, strict=True))}h0" for part in parts if part)
+        self._marks.append(f"<path fill='none' stroke='{color}' d='{path}'/>")
 
     def columns(self, x: Sequence[float], titles: Sequence[str]) -> None:
         """Show a title wherever the mouse is, that of the value that is next to it."""
@@ -153,11 +142,6 @@ class Drawing:
                 f"<title>{escape(title)}</title>{inner}</g>"
             )
 
-    def label(self, y: float, text: str) -> None:
-        """Write a text at the left, below the value ``y``."""
-        top = self._up(y) / UNITS
-        self._labels.append(f"<span class='label' style='top:{top:.2%}'>{escape(text)}</span>")
-
     def html(self) -> str:
         """Return the plot with its axes and its legend."""
         grid = "".join(f"M0 {self._up(value)}h{UNITS}" for value, _ in self._y.ticks)
@@ -176,7 +160,7 @@ class Drawing:
             f"<path class='grid' d='{grid or 'M0 0'}'/>{''.join(self._marks)}</svg>"
             f"<span class='top'>{escape(self._y.title)}</span>"
             f"<span class='below'>{escape(self._x.title)}</span>"
-            f"{''.join(texts)}{''.join(self._labels)}</div>{legend}"
+            f"{''.join(texts)}</div>{legend}"
         )
 
     def _up(self, value: float) -> int:

@@ -36,7 +36,6 @@ MIN_LINK_SHARE = 0.1
 MIN_LINK_BYTES = 256 * KiB
 # What the exchange's threads take of cores is named from this share of what it adds to a step.
 MIN_TAKEN = 0.1
-MIN_LATE_END = 0.3  # by what part of the time of an exchange it ends later on one host, at least
 MIN_SLOWDOWN = 0.1
 
 # Phases that are findings where they take more of a step.
@@ -100,8 +99,7 @@ def _exchange(summary: Summary) -> Iterator[Finding]:
 
 
 def _slow_links(summary: Summary) -> Iterator[Finding]:
-    """Find links far below their nominal rate, and hosts that data reach late."""
-    yield from _late_ends(summary)
+    """Find links far below their nominal rate."""
     for link in summary.links:
         is_large = link.nbytes_per_step >= MIN_LINK_BYTES * summary.exchanges_per_step
         if link.share is not None and link.share < MIN_LINK_SHARE and is_large:
@@ -117,32 +115,6 @@ def _slow_links(summary: Summary) -> Iterator[Finding]:
                 hosts=(link.source, link.target),
                 phase="exchange",
             )
-
-
-def _late_ends(summary: Summary) -> Iterator[Finding]:
-    ends = summary.late_ends
-    if not ends:
-        return
-    host = max(ends, key=lambda each: ends[each])
-    late_s = ends[host] - float(np.median([late for other, late in ends.items() if other != host]))
-    busy_s = float(summary.exchange_busy_s.mean())
-    error_s = summary.exchanges_per_step * max(
-        float(rank.clock.error_s.max()) for rank in summary.ranks
-    )
-    if late_s > MIN_LATE_END * busy_s and late_s > 2 * error_s:
-        lost_s = min(late_s, float(summary.waited_s.mean()))
-        yield Finding(
-            kind="slow link",
-            share=lost_s / summary.step_s,
-            what=f"The exchange ends later on host {host} than on the others, by "
-            f"{duration(late_s)} in a step of which it lasts {duration(busy_s)}",
-            evidence="the ranks' clocks are compared, so what is sent to this host takes longer",
-            cure="Check its network in both directions with torchmn doctor: cable, switch, "
-            "interface, and what else uses it.",
-            is_fault=True,
-            hosts=(host,),
-            phase="exchange",
-        )
 
 
 def _phases(summary: Summary) -> Iterator[Finding]:

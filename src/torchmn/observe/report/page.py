@@ -6,11 +6,19 @@ from html import escape
 from pathlib import Path
 
 from torchmn import __version__
-from torchmn.observe.report.charts import Chart, run_charts, scaling_charts
+from torchmn.observe.report.charts import run_charts
 from torchmn.observe.report.comparison import Comparison
 from torchmn.observe.report.finding import Finding
 from torchmn.observe.report.summary import Summary, duration
-from torchmn.observe.report.tables import Scaling, Table, placement_table, slow_steps_table
+from torchmn.observe.report.tables import (
+    Scaling,
+    Table,
+    links_table,
+    memory_table,
+    placement_table,
+    scaling_table,
+    slow_steps_table,
+)
 
 
 def page(
@@ -52,28 +60,29 @@ def _body(
         yield f"<section><h2>{escape(_name(summary))}</h2>"
         yield from _findings(summary, findings)
         if scaling is not None and number == 0:
-            yield "<h3>Scaling over all runs</h3>"
-            yield from _charts(list(scaling_charts(scaling)), has_one_table=True)
+            yield from _titled("Scaling over all runs", scaling_table(scaling))
         yield from _details(summary)
         yield "</section>"
     yield "</main>"
 
 
-def _charts(charts: Sequence[Chart], *, has_one_table: bool = False) -> Iterator[str]:
+def _charts(summary: Summary) -> Iterator[str]:
     yield "<div class='grid'>"
-    for chart in charts:
+    for chart in run_charts(summary):
         size = "small" if chart.is_small else "wide"
         yield (
             f"<figure class='{size}'><figcaption>{escape(chart.title)}</figcaption>"
             f"<div class='chart' role='img' "
             f"aria-label='{escape(chart.description, quote=True)}'>{chart.drawing}</div>"
+            f"{_folded(chart.table, chart.title)}</figure>"
         )
-        if not has_one_table:
-            yield _folded(chart.table, chart.title)
-        yield "</figure>"
     yield "</div>"
-    if has_one_table and charts:
-        yield _folded(charts[0].table, "the runs")
+
+
+def _titled(title: str, table: Table) -> Iterator[str]:
+    """Yield a table under a heading, unless it is empty."""
+    if table.rows:
+        yield f"<h3>{escape(title)}</h3>{_table(table, title)}"
 
 
 def _folded(table: Table, title: str) -> str:
@@ -132,11 +141,10 @@ def _findings(summary: Summary, findings: Sequence[Finding]) -> Iterator[str]:
 
 def _details(summary: Summary) -> Iterator[str]:
     yield "<h3>Where the time goes</h3>"
-    yield from _charts(list(run_charts(summary)))
-    slow = slow_steps_table(summary)
-    if slow.rows:
-        yield "<h3>The slowest steps</h3>"
-        yield _table(slow, "the slowest steps")
+    yield from _charts(summary)
+    yield from _titled("The slowest steps", slow_steps_table(summary))
+    yield from _titled("Links between hosts", links_table(summary))
+    yield from _titled("Memory", memory_table(summary))
     yield "<h3>Settings and placement</h3>"
     rows = list(summary.settings_and_versions.items())
     yield _folded(Table(columns=("what", "value"), rows=rows), "settings and versions")

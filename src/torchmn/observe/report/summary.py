@@ -167,9 +167,9 @@ class Summary:
 
     @cached_property
     def samples_per_s(self) -> float | None:
-        """Samples per second of all ranks together. None if the script reported no sample count."""
+        """Samples per second of all ranks together. None if the script reported no samples."""
         samples = self.column("samples")
-        if np.isnan(samples).any():
+        if not samples.mean() > 0:
             return None
         return float(samples.mean() / self.step_s * self.run.size)
 
@@ -193,9 +193,12 @@ class Summary:
 
         For each bucket this is the time of the rank that began last, since the others waited.
         """
-        columns = self._bucket_columns
-        durations = [ended_s - started_s for started_s, ended_s, _ in columns]
-        if self._has_equal_buckets:
+        durations = []
+        for rank, rows in self._steady_rows:
+            buckets = rank.steps.buckets
+            chosen = np.isin(buckets.row, rows)
+            durations.append((buckets.ended_s - buckets.started_s)[chosen])
+        if len({len(each) for each in durations}) == 1:
             durations = [np.min(durations, axis=0)] * len(durations)
         return np.array([each.sum() for each in durations]) / len(self.steady)
 
@@ -209,44 +212,11 @@ class Summary:
             found.append(np.bincount(buckets.row, seconds, len(rank.steps))[rows])
         return np.array(found, dtype=np.float64).T
 
-    @cached_property
-    def _bucket_columns(self) -> list[tuple[Floats, Floats, Floats]]:
-        """Begin, end, and end on rank 0's clock, of the buckets of steady steps, for each rank."""
-        found = []
-        for rank, rows in self._steady_rows:
-            buckets = rank.steps.buckets
-            chosen = np.isin(buckets.row, rows)
-            ended_s = buckets.ended_s[chosen]
-            at_s = rank.clock.to_rank0(rank.steps.at_s[buckets.row[chosen]] + ended_s)
-            found.append((buckets.started_s[chosen], ended_s, at_s))
-        return found
-
-    @property
-    def _has_equal_buckets(self) -> bool:
-        """Whether all ranks exchanged the same number of buckets, and more than 0."""
-        lengths = {len(columns[0]) for columns in self._bucket_columns}
-        return len(lengths) == 1 and 0 not in lengths
-
     @property
     def exchanges_per_step(self) -> float:
         """Mean number of buckets that the first rank exchanges in a step."""
         steps = self.ranks[0].steps
         return len(steps.buckets.row) / len(steps)
-
-    @cached_property
-    def late_ends(self) -> dict[str, float]:
-        """Seconds by which exchanges end on each host after the first host, per mean step.
-
-        Empty if unknown: one host, or clocks that were not compared or that jumped.
-        """
-        clocks = [rank.clock for rank in self.ranks]
-        is_known = all(clock.is_known and not len(clock.jumps) for clock in clocks)
-        if len(self.hosts) < 2 or not is_known or not self._has_equal_buckets:
-            return {}
-        ends = np.array([ended_at_s for _, _, ended_at_s in self._bucket_columns])
-        by_host = {host: ends[indices].min(0) for host, indices in self.hosts.items()}
-        first = np.min(list(by_host.values()), axis=0)
-        return {h: float((e - first).sum()) / len(self.steady) for h, e in by_host.items()}
 
     @cached_property
     def links(self) -> list[Link]:
@@ -324,7 +294,7 @@ def summarize(run: Run) -> Summary:
     phases = np.stack(
         [rank.steps.phases[each] for rank, each in zip(ranks, rows, strict=True)], axis=1
     )
-    return Summary(
+    summary = Summary(
         run=run,
         ranks=tuple(ranks),
         notes=tuple(_notes(run, ranks)),
@@ -332,6 +302,9 @@ def summarize(run: Run) -> Summary:
         phases=np.maximum(phases.astype(np.float64), 0.0),
         rows=rows,
     )
+    if not summary.step_s > 0:
+        raise DataError(f"All steps in {str(run.folder)!r} last 0 s, which no training does.")
+    return summary
 
 
 def _rows_of(steps: Integers, wanted: Integers) -> Integers:
@@ -350,9 +323,9 @@ def _notes(run: Run, kept: list[RankRecord]) -> list[str]:
     if failed:
         statuses = listed([str(status) for status in dict.fromkeys(failed.values())])
         notes.append(f"{rank_list(list(failed))} ended with exit status {statuses}.")
-    absent = [rank for rank in run.missing if rank not in run.unreadable]
-    if absent:
-        notes.append(f"There is no record of {rank_list(absent).lower()}, of {run.size} ranks.")
+    found = [rank.start.rank for rank in run.ranks] + list(run.unreadable)
+    if len(found) < run.size:
+        notes.append(f"Of {run.size} ranks only {rank_list(sorted(found)).lower()} left records.")
     notes.extend(
         f"Rank {rank} is left out: {why}" for rank, why in list(run.unreadable.items())[:5]
     )
@@ -367,11 +340,6 @@ def _notes(run: Run, kept: list[RankRecord]) -> list[str]:
     damaged = sum(rank.num_damaged for rank in run.ranks)
     if damaged:
         notes.append(f"{damaged} damaged lines were left out.")
-    jumped = [rank.start.rank for rank in run.ranks if len(rank.clock.jumps)]
-    if jumped:
-        notes.append(
-            f"The clock of {rank_list(jumped).lower()} jumped; lateness is measured without clocks."
-        )
     restarted = [rank.start.rank for rank in run.ranks if rank.num_starts > 1]
     if restarted:
         notes.append(f"{rank_list(restarted)} started again; only what followed is shown.")

@@ -134,6 +134,26 @@ def links_table(summary: Summary) -> Table:
     )
 
 
+def memory_table(summary: Summary) -> Table:
+    """Make the table of the memory of ranks, those that have the most first."""
+    ranks = [rank for rank in summary.ranks if rank.memory[1].any()]
+    ranks.sort(key=lambda rank: -rank.memory[1].max())
+    return Table(
+        columns=("rank", "host", "of", "at first", "at most", "at last"),
+        rows=[
+            (
+                str(rank.start.rank),
+                rank.start.host,
+                kind,
+                *(f"{each / 1e9:.2f} GB" for each in (nbytes[0], nbytes.max(), nbytes[-1])),
+            )
+            for rank in ranks[:MAX_ROWS]
+            for kind, nbytes in zip(("process", "device"), rank.memory[1:], strict=True)
+            if nbytes.any()
+        ],
+    )
+
+
 def slow_steps_table(summary: Summary) -> Table:
     """Make the table of the slowest steps and their causes."""
     return Table(
@@ -160,7 +180,7 @@ def placement_table(summary: Summary) -> Table:
             rows=[(host, rank_list(ranks)) for host, ranks in list(by_host.items())[:256]],
         )
     return Table(
-        columns=("rank", "host", "local rank", "device", "cores", "process", "clock known to"),
+        columns=("rank", "host", "local rank", "device", "cores", "process"),
         rows=[
             (
                 str(start.rank),
@@ -169,8 +189,7 @@ def placement_table(summary: Summary) -> Table:
                 start.device,
                 number_list(start.cpus, max_parts=4) if start.cpus else "",
                 str(start.pid),
-                duration(float(rank.clock.error_s.max())) if rank.clock.is_known else "",
             )
-            for rank, start in zip(summary.run.ranks, starts, strict=True)
+            for start in starts
         ],
     )

@@ -224,15 +224,6 @@ def test_slowest_steps_and_their_causes(tmp_path: Path) -> None:
     assert slow[0].excess_s == pytest.approx(1.0, abs=0.05)
 
 
-def test_a_host_that_data_reach_late(tmp_path: Path) -> None:
-    late = {2: 0.004, 3: 0.005}
-    imitated = ImitatedRun(num_ranks=6, ranks_per_host=2, late_ends=late)
-    (fault,) = faults_of(findings_of(imitated, tmp_path / "known"))
-    assert (fault.kind, fault.hosts) == ("slow link", ("host1",))
-    unknown = replace(imitated, has_clocks=False)
-    assert faults_of(findings_of(unknown, tmp_path / "unknown")) == []
-
-
 @pytest.mark.parametrize("num_hosts", [1, 2])
 def test_a_codec_is_advised_for_what_crosses_between_hosts(tmp_path: Path, num_hosts: int) -> None:
     """Within a host codecs encode nothing, or cost more than they save."""
