@@ -330,5 +330,5 @@ def _first_line(file: BinaryIO, path: Path) -> RunStart:
             f"{path} has format {int(number[1])}, which a newer version of torchmn wrote; this one "
             f"reads format {FORMAT}: read it with the version that wrote it."
         )
-    seen = "is empty" if not text else "does not begin with a whole line of type RunStart"
+    seen = "is empty" if not text else "does not begin with a valid line of type RunStart"
     raise DataError(f"{path} {seen}.")

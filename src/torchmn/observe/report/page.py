@@ -11,6 +11,7 @@ from torchmn.observe.report.comparison import Comparison
 from torchmn.observe.report.finding import Finding
 from torchmn.observe.report.summary import Summary, duration
 from torchmn.observe.report.tables import (
+    MAX_ROWS,
     Scaling,
     Table,
     links_table,
@@ -80,9 +81,10 @@ def _charts(summary: Summary) -> Iterator[str]:
 
 
 def _titled(title: str, table: Table) -> Iterator[str]:
-    """Yield a table under a heading, unless it is empty."""
+    """Yield the first rows of a table under a heading, unless it is empty."""
     if table.rows:
-        yield f"<h3>{escape(title)}</h3>{_table(table, title)}"
+        shown = Table(columns=table.columns, rows=table.rows[:MAX_ROWS])
+        yield f"<h3>{escape(title)}</h3>{_table(shown, title)}"
 
 
 def _folded(table: Table, title: str) -> str:

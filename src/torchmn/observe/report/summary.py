@@ -279,8 +279,8 @@ def summarize(run: Run) -> Summary:
     ]
     if not kept:
         raise DataError(
-            f"The records in {str(run.folder)!r} have no step yet: the training has not begun, or "
-            "it ended before its first step."
+            f"The records in {str(run.folder)!r} have no step yet: the training has not begun, it "
+            "ended before its first step, or all its lines are damaged."
         )
     # A rank that shares no step with the others is left out as well.
     common, ranks = kept[0].steps.step, [kept[0]]

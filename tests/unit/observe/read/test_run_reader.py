@@ -136,7 +136,7 @@ def test_a_folder_without_records(tmp_path: Path) -> None:
 def test_a_folder_of_nothing_that_can_be_read(tmp_path: Path) -> None:
     (tmp_path / "steps").mkdir()
     records_of(tmp_path).write_bytes(b"hello\n")
-    with pytest.raises(DataError, match="does not begin with a whole line of type RunStart"):
+    with pytest.raises(DataError, match="does not begin with a valid line of type RunStart"):
         read_run(tmp_path)
 
 

@@ -80,7 +80,7 @@ def test_a_sample_is_called_one(tmp_path: Path) -> None:
 
 # Of each kind of line: its fields with other values, and what is said of them.
 ABSURD: dict[str, tuple[str, dict[str, Any], str]] = {
-    "ranks": ("RunStart", {"size": 2_000_000_000}, "does not begin with a whole line"),
+    "ranks": ("RunStart", {"size": 2_000_000_000}, "does not begin with a valid line"),
     "a few more ranks": ("RunStart", {"size": 10_000_000}, "Of 10000000 ranks only ranks 0-1"),
     "no time": ("Step", {"phases": {"forward": 0.0}}, "last 0 s"),
     "eternity": ("Step", {"phases": {"forward": 1e308}}, "no step yet"),
