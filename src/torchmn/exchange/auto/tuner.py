@@ -66,6 +66,9 @@ class SearchSpace:
     schedules: Mapping[str, Callable[[], Schedule]]
     codecs: Sequence[str]
 
+    def __str__(self) -> str:
+        return ", ".join((*self.schedules, *self.codecs))
+
     def plans(self) -> list[Plan]:
         """All combinations of schedule, codec and bucket size, the default ones first."""
         return [

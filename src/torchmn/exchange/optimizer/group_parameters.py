@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchmn.comm import Communicator
+from torchmn.comm.codecs import Codec
 from torchmn.exchange.buckets import NamedParameter
 from torchmn.exchange.replicas import (
     broadcast_and_verify,
@@ -18,8 +19,24 @@ from torchmn.exchange.replicas import (
     parameters_of,
     raise_if_ranks_differ,
 )
+from torchmn.exchange.schedules.base import Schedule
 
 _PARAMETERS = itemgetter("params")
+
+
+def arguments_of(what: str, value: Schedule | Codec | None) -> dict[str, object]:
+    """The arguments of a schedule or codec that was not attached yet, and of those in it. Local.
+
+    They are its public attributes of plain types; the names begin with ``what``.
+    """
+    found: dict[str, object] = {}
+    for name, argument in ({} if value is None else vars(value)).items():
+        if isinstance(argument, (Schedule, Codec)):
+            found[f"{what}.{name}"] = type(argument).__name__
+            found |= arguments_of(f"{what}.{name}", argument)
+        elif not name.startswith("_") and isinstance(argument, (bool, int, float, str, type(None))):
+            found[f"{what}.{name}"] = argument
+    return found
 
 
 class GroupParameters:

@@ -29,7 +29,7 @@ from torchmn.exchange.first_forward import watch_first_forward
 from torchmn.exchange.model_hooks import ModelHooks
 from torchmn.exchange.optimizer import resume
 from torchmn.exchange.optimizer.block_reads import BlockReads
-from torchmn.exchange.optimizer.group_parameters import GroupParameters
+from torchmn.exchange.optimizer.group_parameters import GroupParameters, arguments_of
 from torchmn.exchange.optimizer.model_checks import (
     untrained_parameters,
     warn_of_untrained_parameters,
@@ -97,7 +97,10 @@ class MultiNodeOptimizer(WrappedOptimizer):
         self._hooks, self._first_forward = ModelHooks(), ModelHooks()
         self._steps = training_steps(comm)
         self._steps.expect()
-        asked = {"schedule": AUTO if self.tuner else schedule.name, "codec": self._codec_name}
+        asked: dict[str, object] = {"schedule": schedule.name, "codec": self._codec_name}
+        if self.tuner is not None:
+            asked = {"schedule": f"{AUTO} among {self.tuner.space}"}
+        asked |= arguments_of("schedule", schedule) | arguments_of("codec", codec)
         self._in_groups = GroupParameters(comm, inner, models, asked | options.to_compare())
         self._take_over()
         traits, loaders = schedule.traits, divided_batches(comm)

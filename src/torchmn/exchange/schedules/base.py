@@ -54,7 +54,8 @@ class Schedule(ABC):
 
     A schedule defines `traits`, `backward_ended` and `step`; `EveryStep` is the simplest. All other
     methods have a default. Methods are *collective*, that is, every rank calls them in the same
-    order, unless their description says local.
+    order, unless their description says local. Its public attributes of plain types are its
+    arguments: an optimizer is refused if they differ between ranks.
 
     >>> from torchmn.exchange.schedules import EveryStep, Schedule
     >>> isinstance(EveryStep(), Schedule), EveryStep().name

@@ -23,7 +23,8 @@ from tests.unit.models import (
     values,
     wrap,
 )
-from torchmn import create_multi_node_optimizer
+from torchmn import Auto, create_multi_node_optimizer
+from torchmn.comm.codecs import ErrorFeedback, Quantized
 from torchmn.errors import (
     CommunicationError,
     PerformanceWarning,
@@ -31,7 +32,15 @@ from torchmn.errors import (
     UnsupportedError,
     UsageError,
 )
-from torchmn.exchange.schedules import EveryStep
+from torchmn.exchange.schedules import (
+    BlockMomentum,
+    DiLoCo,
+    DoubleBuffering,
+    EveryStep,
+    ParameterServer,
+    PeriodicAverage,
+    Warmup,
+)
 from torchmn.testing import run_ranks
 
 
@@ -94,6 +103,50 @@ class TestFlags:
 
         first, second = run_ranks(rank_main, 2)
         assert equal(first, second)
+
+
+class TestArguments:
+    @pytest.mark.parametrize(
+        ("options", "text"),
+        [
+            (
+                lambda rank: {"schedule": PeriodicAverage(16 * (rank + 1))},
+                "'schedule.block_size': rank 0 has 16, rank 1 has 32",
+            ),
+            (
+                lambda rank: {"schedule": DiLoCo(16, num_fragments=rank + 1)},
+                "'schedule.num_fragments': rank 0 has 1, rank 1 has 2",
+            ),
+            (
+                lambda rank: {"schedule": DoubleBuffering(eager=rank == 1)},
+                "'schedule.eager': rank 0 has False, rank 1 has True",
+            ),
+            (
+                lambda rank: {"schedule": Warmup(8, BlockMomentum(16, overlap_steps=rank))},
+                "'schedule.schedule.overlap_steps': rank 0 has 0, rank 1 has 1",
+            ),
+            (
+                lambda rank: {"schedule": ParameterServer(max_staleness=rank)},
+                "'schedule.max_staleness': rank 0 has 0, rank 1 has 1",
+            ),
+            (
+                lambda rank: {"codec": ErrorFeedback(Quantized(8, block_length=512 + 32 * rank))},
+                "'codec.codec.block_length': rank 0 has 512, rank 1 has 544",
+            ),
+            (
+                lambda rank: {"codec": Auto(lossy=rank == 1)},
+                "'schedule': rank 0 has auto among every_step, float32, rank 1 has auto among",
+            ),
+        ],
+    )
+    def test_different_schedules_and_codecs_are_refused(self, options, text: str) -> None:
+        """Ranks whose blocks end at different steps ended with different parameters."""
+
+        def rank_main(comm):
+            with pytest.raises(RankMismatchError, match=text):
+                wrap(comm, **options(comm.rank))
+
+        run_ranks(rank_main, 2)
 
 
 class TestUnsynced:

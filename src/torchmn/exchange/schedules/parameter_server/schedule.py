@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from torchmn.base import events
-from torchmn.base.errors import PeerLostError, RankMismatchError, UnsupportedError, UsageError
+from torchmn.base.errors import PeerLostError, UnsupportedError, UsageError
 from torchmn.base.torch_private import STEP_HOOKS
 from torchmn.base.warn import warn
 from torchmn.exchange.buckets import NamedParameter
@@ -104,9 +104,6 @@ class ParameterServer(Schedule):
         self._server: ShardServer | None = None
         self._threads: list[WorkerThread] = []
 
-    def __repr__(self) -> str:
-        return f"ParameterServer(servers={self.servers!r}, max_staleness={self.max_staleness})"
-
     def staleness(self) -> Staleness:
         """The staleness of this worker's gradients so far. Local."""
         return Staleness(self._sum_late / max(1, self._num_steps), self._max_late)
@@ -120,12 +117,6 @@ class ParameterServer(Schedule):
         super().attach(reducer, inner, models)
         comm = self._comm
         self._raise_if_unsupported()
-        options = comm.allgather_obj(repr(self))
-        if len(set(options)) > 1:
-            raise RankMismatchError(
-                f"{comm.rank_label}: ranks have different parameter servers: "
-                f"{sorted(set(options))}. Pass the same arguments on all ranks."
-            )
         num_servers = comm.size if self.servers == "all" else self.servers
         servers = list(range(comm.size - num_servers, comm.size))
         serves = self.servers != "all" and comm.rank in servers

@@ -17,7 +17,6 @@ from torchmn.comm.transports.base import TimeLimit
 from torchmn.comm.transports.tcp import TcpTransport
 from torchmn.errors import (
     CommunicationError,
-    RankMismatchError,
     TimeLimitError,
     TorchmnWarning,
     UnsupportedError,
@@ -55,10 +54,6 @@ class TestOptions:
     def test_are_checked(self, options: dict[str, object], text: str) -> None:
         with pytest.raises(UsageError, match=text):
             ParameterServer(**options)  # type: ignore[arg-type]
-
-    def test_ranks_must_have_the_same(self) -> None:
-        with pytest.raises(RankMismatchError, match="max_staleness=1"):
-            run_ranks(lambda comm: make(comm, mlp(), ParameterServer(max_staleness=comm.rank)), 2)
 
 
 class TestWhatIsRefused:
