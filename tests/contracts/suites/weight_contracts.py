@@ -123,12 +123,12 @@ class _Watch:
         """Of this rank since the last exchange."""
         pack, means = fragment.pack, fragment.pseudo_gradients
 
-        def pack_and_note(weight: float, rate: float, *, is_active: bool, step: int) -> None:
+        def pack_and_note(weight: float, *, is_active: bool, step: int) -> None:
             pairs = zip(fragment.anchors, fragment.parameters, strict=True)
             pseudo_gradient = _flat([(anchor - parameter).detach() for anchor, parameter in pairs])
             self.exchanges.append(_Exchanged(self.num_samples, pseudo_gradient))
             self.num_samples = 0.0
-            pack(weight, rate, is_active=is_active, step=step)
+            pack(weight, is_active=is_active, step=step)
 
         def means_and_note() -> list[PseudoGradient]:
             pseudo_gradients = means()

@@ -187,9 +187,7 @@ class Trainer:
                 # There was no backward pass, whose hooks begin the exchange: the others wait in it.
                 shared.reducer.exchange_now()
         for optimizer in self.optimizers:
-            for learner in _learners(optimizer):
-                learner.begin_minibatch((own if is_local else total).num_samples)
-            optimizer.step()
+            self._step(optimizer, (own if is_local else total).num_samples)
             for learner in _learners(optimizer):
                 learner.end_minibatch(total.num_samples, is_sweep_end=total.is_sweep_end)
         self._last = total
@@ -220,6 +218,12 @@ class Trainer:
         finally:
             for parameter in others:
                 parameter.requires_grad_()
+
+    def _step(self, optimizer: Optimizer, num_samples: int) -> None:
+        """Step one optimizer with the rates and momenta for a minibatch of ``num_samples``."""
+        for learner in _learners(optimizer):
+            learner.begin_minibatch(num_samples)
+        optimizer.step()
 
     def _num_synchronized(self) -> float:
         """Samples over all ranks in the blocks that have ended."""
