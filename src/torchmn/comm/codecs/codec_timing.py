@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from torchmn.base.errors import UnsupportedError
+from torchmn.base.errors import PerformanceWarning, UnsupportedError
+from torchmn.base.warn import warn
 from torchmn.cluster.units import MiB
 from torchmn.comm.codecs.base import Codec, StripeCodec, aligned
 from torchmn.comm.codecs.layout import Layout
@@ -27,8 +28,8 @@ class CodecSpeed:
 def measure_codec(codec: Codec | None, device: torch.device) -> CodecSpeed:
     """Measure a codec on a sample. Local.
 
-    Codecs other than `StripeCodec` are not measured, nor those without a compiler for their
-    kernels on this rank: their times are infinite.
+    Codecs other than `StripeCodec` are not measured, nor, with a warning, those without a compiler
+    for their kernels on this rank: their times are infinite.
     """
     if codec is None:
         return CodecSpeed()
@@ -43,7 +44,8 @@ def measure_codec(codec: Codec | None, device: torch.device) -> CodecSpeed:
     encoded = encoded[: own.stripe_nbytes(layout)]
     try:
         own.warm_up(layout, device)
-    except UnsupportedError:
+    except UnsupportedError as error:
+        warn(f"'auto' leaves codecs out: {error}", PerformanceWarning)
         return CodecSpeed(encode_s=float("inf"), decode_s=float("inf"))
     encode_s = decode_s = float("inf")
     for _ in range(_NUM_ROUNDS + 1):

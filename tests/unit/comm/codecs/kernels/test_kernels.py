@@ -18,7 +18,7 @@ from torchmn.comm.codecs.base import Lost
 from torchmn.comm.codecs.codec_timing import measure_codec
 from torchmn.comm.codecs.kernels import Kernels, kernels_for
 from torchmn.comm.codecs.layout import Segment
-from torchmn.errors import UnknownNameError, UnsupportedError
+from torchmn.errors import PerformanceWarning, UnknownNameError, UnsupportedError
 
 pytestmark = pytest.mark.timeout(300)  # numba compiles once per machine, on one that may be busy
 
@@ -147,7 +147,8 @@ def test_without_a_compiler_the_package_is_named(
     with pytest.raises(UnsupportedError, match=message):
         kernels_for(device)
     # 'auto' measures a codec before it may choose it.
-    assert measure_codec(Quantized(8), torch.device("cpu")).encode_s == math.inf
+    with pytest.warns(PerformanceWarning, match=r"'auto' leaves codecs out: .* needs numba"):
+        assert measure_codec(Quantized(8), torch.device("cpu")).encode_s == math.inf
 
 
 def test_other_devices_are_refused() -> None:
