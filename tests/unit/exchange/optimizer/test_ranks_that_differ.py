@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -116,6 +117,12 @@ class TestArguments:
             (
                 lambda rank: {"schedule": DiLoCo(16, num_fragments=rank + 1)},
                 "'schedule.num_fragments': rank 0 has 1, rank 1 has 2",
+            ),
+            (
+                lambda rank: {
+                    "schedule": DiLoCo(16, outer=partial(torch.optim.SGD, lr=0.5 + rank / 4))
+                },
+                "'lr of group 0': rank 0 has 0.5, rank 1 has 0.75",
             ),
             (
                 lambda rank: {"schedule": DoubleBuffering(eager=rank == 1)},

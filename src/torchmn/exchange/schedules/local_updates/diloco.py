@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchmn.base.errors import UsageError
+from torchmn.exchange.replicas import raise_if_ranks_differ
 from torchmn.exchange.schedules.local_updates.base import IntraNode, LocalUpdateSchedule
 from torchmn.exchange.schedules.local_updates.fragments import PseudoGradient
 from torchmn.exchange.schedules.local_updates.outer_momentum import OuterState
@@ -51,7 +52,8 @@ class DiLoCo(LocalUpdateSchedule):
             on all ranks. The attribute ``outer`` then holds the optimizer, for instance for a
             learning rate scheduler.
 
-    Raises UsageError: an argument is out of range.
+    Raises UsageError: an argument is out of range; when the multi-node optimizer is created
+    RankMismatchError: the ranks' outer optimizers have different classes or options.
 
     Example:
         >>> model = torch.nn.Linear(3, 1)
@@ -123,6 +125,7 @@ class DiLoCo(LocalUpdateSchedule):
             for anchor in self.anchors.values():
                 if anchor in before.state:
                     self.outer.state[anchor] = before.state[anchor]
+        raise_if_ranks_differ(self._comm, [], self.outer, {})
         self._initial_state = self.outer.state_dict()
 
     def outer_step(self, pseudo_gradients: Sequence[PseudoGradient], num_samples: float) -> None:
