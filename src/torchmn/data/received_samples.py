@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import operator
 import pickle
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,7 +17,7 @@ from torchmn.base.errors import DataError, TorchmnError, UnsupportedError
 from torchmn.comm import object_codec
 from torchmn.comm.heartbeat import run_on_one_rank
 from torchmn.data.permutations import Order
-from torchmn.data.sub_dataset import SizedDataset
+from torchmn.data.sub_dataset import SizedDataset, position_of
 
 if TYPE_CHECKING:
     from torchmn.comm import Communicator
@@ -50,11 +49,7 @@ class ReceivedSamples(Dataset[Any]):
         return self._length
 
     def __getitem__(self, index: int) -> Any:
-        position = operator.index(index)
-        if position < 0:
-            position += len(self)
-        if not 0 <= position < len(self):
-            raise IndexError(f"Sample {index} of a data set with {len(self)} samples.")
+        position = position_of(index, len(self), "a data set")
         row = int(np.searchsorted(self._indices, position))
         if row == len(self._indices) or self._indices[row] != position:
             raise IndexError(

@@ -34,6 +34,19 @@ def length_of(sized: object) -> int | None:
         return None
 
 
+def position_of(index: int, num_samples: int, whole: str) -> int:
+    """The position of a sample; a negative index counts from the end. Local.
+
+    Raises IndexError: ``whole``, such as "a part", has no such sample.
+    """
+    position = operator.index(index)
+    if position < 0:
+        position += num_samples
+    if not 0 <= position < num_samples:
+        raise IndexError(f"Sample {index} of {whole} with {num_samples} samples.")
+    return position
+
+
 class SubDataset(Dataset[Sample]):
     """Samples ``begin`` .. ``end - 1`` of a data set, counted in ``order`` where one is given.
 
@@ -99,11 +112,7 @@ class SubDataset(Dataset[Sample]):
         return self._sample(cast(int, index))
 
     def _sample(self, index: int) -> Sample:
-        position = operator.index(index)
-        if position < 0:
-            position += len(self)
-        if not 0 <= position < len(self):
-            raise IndexError(f"Sample {index} of a part with {len(self)} samples.")
+        position = position_of(index, len(self), "a part")
         # From numbers that ranks share, torch seeds their workers alike: augmentation must differ.
         if self.is_of_one_rank:
             rank_seeds.fork_in_worker(self._streams)

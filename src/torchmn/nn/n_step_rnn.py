@@ -42,7 +42,8 @@ class MultiNodeNStepRNN(nn.Module):
         Raises:
             UsageError: ``hx`` is given with ``rank_in``.
             CommunicationError: the other rank does not take part.
-            As torch's network, if the hidden state of ``rank_in`` is of another kind or shape.
+            RuntimeError and others of torch's network: the hidden state that ``rank_in`` sent is of
+                another kind or shape.
         """
         if self.rank_in is not None:
             if hx is not None:
