@@ -96,15 +96,28 @@ def contents(dataset: Any, *, may_read: bool = False) -> dict[str, Content]:
     return found
 
 
+def contents_of_sampler(sampler: Any) -> dict[str, Content]:
+    """The comparable contents of a sampler and of the samplers in it, as weights. Local."""
+    found: dict[str, Content] = {}
+    depth = 0
+    while sampler is not None and depth <= _MAX_DEPTH:
+        for key, value in getattr(sampler, "__dict__", {}).items():
+            if not isinstance(value, Dataset) and _is_compared(value, 1):
+                found.update(_known(f"{type(sampler).__name__}.{key}", value))
+        sampler, depth = getattr(sampler, "sampler", None), depth + 1
+    return found
+
+
 def warn_if_changed(
     comm: Communicator, own: dict[str, Content], of_rank_0: dict[str, Content]
 ) -> None:
-    """Warn if data sets that were equal have changed in different ways. Local."""
+    """Warn if data sets or samplers that were equal have changed in different ways. Local."""
     if names := _differing(own, of_rank_0):
         warn(
-            f"{comm.rank_label}: its data set has changed in a different way from that of rank 0: "
-            f"{', '.join(names)} differ. Write what belongs to samples, such as pseudo-labels, on "
-            "all ranks alike: torchmn.data.gather_by_index gives each rank the values of all.",
+            f"{comm.rank_label}: its data set or sampler has changed in a different way from that "
+            f"of rank 0: {', '.join(names)} differ. Write what belongs to samples, such as "
+            "pseudo-labels or weights, on all ranks alike: torchmn.data.gather_by_index "
+            "gives each rank the values of all.",
             ResultWarning,
         )
 

@@ -75,9 +75,10 @@ def scatter_loader(loader: Any, comm: Communicator, *, read_by: ReadBy | None = 
     ``batch_size`` stays the size of the batch over all ranks, so a script trains on N ranks as it
     does in one process. Each batch is divided among the ranks in order and as evenly as possible.
     All other options, a sampler, batch sampler or subclass of your own included, are kept. Rank 0
-    draws the order of each pass, from its own random numbers, and the others receive it: after
-    `torchmn.seed_ranks` it is that of one process with the same ``torch.manual_seed``. A pass
-    begins on all ranks together (*collective*); each ``for`` is a new pass, as with any DataLoader.
+    draws the order of each pass, from its own random numbers, and the others receive it (they draw
+    too, for what the sampler and its generators keep): after `torchmn.seed_ranks` it is that of one process with
+    the same ``torch.manual_seed``. A pass begins on all ranks together (*collective*); each ``for``
+    is a new pass, as with any DataLoader.
 
     Parts may differ by one sample, so an optimizer that `create_multi_node_optimizer` makes for
     ``comm`` weights the ranks in each step by their parts of that step's batches, unless
@@ -167,11 +168,12 @@ def _scattered(loader: Any, comm: Communicator, read_by: ReadBy | None) -> Any:
             return loader_copy(loader, StreamLoader, _stream=stream, _iterator=None)
         return StreamLoader(stream)
     batches: Any = loader.batch_sampler
+    generator = rank_seeds.rank_generator(loader.generator, comm.rank)
     if not isinstance(batches, GlobalSampler):
-        batches = ScatteredBatches(batches, comm, loader.dataset)
+        batches = ScatteredBatches(batches, comm, loader.dataset, (generator, loader.generator))
     own: dict[str, Any] = {
         "batch_sampler": batches,
-        "generator": rank_seeds.rank_generator(loader.generator, comm.rank),
+        "generator": generator,
         "_iterator": None,  # persistent workers of the original have its batches
     }
     if hasattr(loader, "load_state_dict") and isinstance(batches, ScatteredBatches):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -17,7 +18,7 @@ from torchmn.base.warn import warn
 from torchmn.comm.collectives import bcast_for
 from torchmn.data import rank_seeds, rng_state
 from torchmn.data.counted_loader import PassSampler
-from torchmn.data.dataset_comparison import contents, warn_if_changed
+from torchmn.data.dataset_comparison import contents, contents_of_sampler, warn_if_changed
 from torchmn.data.divided_batches import LoaderPass, divided_batches
 from torchmn.data.sampler_randomness import GeneratorMarks, capture, has_drawn_since, replayed
 from torchmn.data.scatter import shard_bounds
@@ -25,6 +26,9 @@ from torchmn.data.sub_dataset import length_of
 
 if TYPE_CHECKING:
     from torchmn.comm import Communicator
+
+
+_CPU = torch.device("cpu")
 
 
 class LoaderState(TypedDict, total=False):
@@ -63,6 +67,12 @@ class _Order:
     """The sample indices of each part that the loader has drawn, in an evaluation only."""
     num_drawn: int = 0
     """Batches over all ranks whose parts the loader has drawn, those that it skipped included."""
+    num_begun: int = 0
+    """How often the loader has asked for an iterator of the sampler."""
+    sampler_contents: dict[str, Any] = field(default_factory=dict)
+    """What the sampler holds when a pass that trains begins, to be compared with rank 0's."""
+    seeding: Any = None
+    """State of the generator that seeds this rank's workers, when the pass began."""
 
     def begin(self, batches: Iterable[Sequence[Any]]) -> None:
         """Make the sampler's iterator now, as one process does: some draw the whole order then."""
@@ -91,6 +101,7 @@ class ScatteredBatches(PassSampler):
         comm: the ranks.
         dataset: if given, ranks are warned if a later pass that trains finds that it has changed in
             different ways.
+        generators: if given, what seeds this rank's workers, and the original loader's generator.
 
     >>> loader = torchmn.scatter_loader(torch.utils.data.DataLoader(range(4), batch_size=2), comm)
     >>> [*loader.batch_sampler]  # on one rank: all of each batch
@@ -111,10 +122,15 @@ class ScatteredBatches(PassSampler):
         return super().__new__(cls)
 
     def __init__(
-        self, batches: Iterable[Sequence[Any]], comm: Communicator, dataset: Any = None
+        self,
+        batches: Iterable[Sequence[Any]],
+        comm: Communicator,
+        dataset: Any = None,
+        generators: tuple[Any, Any] = (None, None),
     ) -> None:
         self.batches = batches
         self._dataset = dataset
+        self._generators = generators
         super().__init__(comm, "scatter_loader")
         self._order: _Order | None = None
         """Order of the last pass; None before the first, and since a state was loaded."""
@@ -158,12 +174,18 @@ class ScatteredBatches(PassSampler):
         # What a loader draws when a pass begins, as the seed of its workers, was drawn before the
         # state was saved: after a resume the generator is set back to `before`.
         self._order = _Order(self._resumed, before)
+        if torch.is_grad_enabled():
+            self._order.sampler_contents = contents_of_sampler(self.batches)
+        if self._generators[0] is not None:
+            self._order.seeding = self._generators[0].get_state()
 
     def __iter__(self) -> Iterator[list[Any]]:
         batches = super().__iter__()
         order = self._order
-        if self._comm.rank == 0 and order is not None and order.resumed is None:
-            order.begin(self.batches)
+        if order is not None:
+            order.num_begun += 1
+            if self._comm.rank == 0 and order.resumed is None:
+                order.begin(self.batches)
         return batches
 
     def state_dict(self) -> LoaderState:
@@ -245,7 +267,8 @@ class ScatteredBatches(PassSampler):
         """Draw the next batches on rank 0 and broadcast them. *Collective.*"""
         is_first = not own.state
         begins_training = is_first and torch.is_grad_enabled()
-        known = contents(self._dataset) if begins_training else {}
+        known = own.sampler_contents if is_first else {}
+        known = {**contents(self._dataset), **known} if begins_training else {}
         facts = divided_batches(self._comm).facts_now(self._comm.size) if is_first else {}
         message: dict[str, Any] = {}
         error: Exception | None = None
@@ -256,6 +279,7 @@ class ScatteredBatches(PassSampler):
                 error = raised
                 message = {"problem": str(raised), "kind": type(raised).__name__}
             message["random"] = rank_seeds.shared_state()  # the others' have not drawn the order
+            message["process"] = rank_seeds.process_id()
         batch_size = getattr(self.batches, "batch_size", None)
         name = f"{self._name_of('a pass over')}, {batch_size=}"
         message = bcast_for(self._comm, name, message)
@@ -274,12 +298,33 @@ class ScatteredBatches(PassSampler):
                 f"{self._comm.rank_label}: the sampler of rank 0, which draws the batches for all "
                 f"ranks, raised {message['kind']}: {message['problem']}"
             )
+        if message["process"] != rank_seeds.process_id():  # not a thread, which shares the sampler
+            self._draw_too(own, num, message.get("state"))
         if is_first:
             own.state = message["state"]
             warn_if_changed(self._comm, known, message["contents"])
             divided_batches(self._comm).compare_facts(self._comm, facts, message["facts"])
             self._warn_if_ranks_get_none(message)
         return _Drawn(message["lengths"], message["samples"], message["is_last"])
+
+    def _draw_too(self, own: _Order, num: int | None, state: LoaderState | None) -> None:
+        """Draw as rank 0 has, whose batches count, from its random numbers. Local; never raises.
+
+        So what a sampler keeps, and generators that the script uses too, are on all ranks those of
+        one process. The process's own generators stay as they are.
+        """
+        before = rng_state.capture(_CPU)
+        with suppress(Exception):  # as rank 0's would have been raised on all ranks
+            if state is not None:  # the first draw of a pass
+                rng_state.restore(state.get("begun", state["randomness"]), _CPU)
+                for _ in range(own.num_begun if own.resumed is None else 0):
+                    own.drawing = iter(self.batches)
+                seeding, original = self._generators
+                if seeding is not original and not torch.equal(seeding.get_state(), own.seeding):
+                    # The loader has drawn the seed of its workers: on rank 0 from the original.
+                    torch.empty((), dtype=torch.int64, device="cpu").random_(generator=original)
+            self._draw(own, num)
+        rng_state.restore(before, _CPU)
 
     def _draw(self, own: _Order, num: int | None) -> dict[str, Any]:
         """The next batches of the sampler, on rank 0. Local."""

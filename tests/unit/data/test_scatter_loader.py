@@ -717,6 +717,19 @@ def test_a_data_set_that_ranks_change_in_different_ways() -> None:
     assert len(caught) == 1
 
 
+def test_a_sampler_that_ranks_change_in_different_ways() -> None:
+    def rank_main(comm):
+        sampler = WeightedRandomSampler([1.0] * NUM, NUM, generator=generator())
+        loader = scatter_loader(DataLoader(data(), 8, sampler=sampler), comm)
+        passes(loader, 2)
+        sampler.weights[5] = 2 + comm.rank  # by the loss of this rank's sample
+        return passes(loader, 1)
+
+    with pytest.warns(UserWarning, match="RandomSampler.weights differ.*gather_by_index") as caught:
+        run_ranks(rank_main, 2)
+    assert len(caught) == 1
+
+
 # ---- few samples ----
 
 

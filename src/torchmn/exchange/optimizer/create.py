@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, Literal
+from weakref import ref
 
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -21,6 +22,7 @@ from torchmn.base.names import (
 )
 from torchmn.comm import Communicator
 from torchmn.comm.codecs import Codec
+from torchmn.data.divided_batches import divided_batches
 from torchmn.exchange.auto.tuner import Autotuner, SearchSpace
 from torchmn.exchange.bucket_set import Reduction
 from torchmn.exchange.codec_state import own_codec, warn_if_it_encodes_nothing
@@ -173,7 +175,9 @@ def create_multi_node_optimizer(
         chain.register_no_sync(made.no_sync)
     if may_differ or (is_counted and chosen.traits.counts_samples):
         made.sample_weights.follow_loaders()
-    compare_random_numbers(comm, models)
+    if (seeds := compare_random_numbers(comm, models)) is not None:
+        made.seeds = seeds
+        divided_batches(comm).facts.append(ref(seeds))
     if codec is not None and not isinstance(chosen, Autotuner):
         warn_if_it_encodes_nothing(form, comm)
     comm.logger(__name__).debug(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -78,15 +79,44 @@ def find_chains(
     return chains
 
 
-def compare_random_numbers(comm: Communicator, models: Sequence[nn.Module]) -> None:
+class SeedFact:
+    """The seed of this rank in training; see `PassFact`. Warns once where it is that of rank 0."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._is_cuda, self._is_shown = comm.device.type == "cuda", False
+
+    def at_pass(self) -> tuple[str, int] | None:
+        """See `PassFact.at_pass`: None before training has begun."""
+        if rank_seeds.current().is_shared:
+            return None
+        seed = torch.cuda.initial_seed() if self._is_cuda else torch.initial_seed()
+        return rank_seeds.process_id(), seed
+
+    def compare(self, comm: Communicator, own: Any, of_rank_0: Any) -> None:
+        """See `PassFact.compare`. Local."""
+        (process, seed), (other_process, other_seed) = own, of_rank_0
+        if seed == other_seed and process != other_process and not self._is_shown:
+            self._is_shown = True
+            warn(
+                f"{comm.rank_label}: the model has dropout, and since training began this rank's "
+                "random generator was given the seed or state of rank 0, so that masks are not "
+                "independent. Use torchmn.seed_ranks(seed, comm) in place of torch.manual_seed, "
+                "and save and load streams.state_dict() on every rank in place of "
+                "torch.get_rng_state().",
+                ResultWarning,
+            )
+
+
+def compare_random_numbers(comm: Communicator, models: Sequence[nn.Module]) -> SeedFact | None:
     """Warn on rank 0 if a model has dropout and ranks would draw the same masks. *Collective.*
 
     Ranks that are threads of one process share one generator and count as one. Ranks that share
     random numbers until training begins (`seed_ranks`) will draw different masks; they all continue
-    from rank 0's position in these numbers, as rank 0 may have drawn some alone.
+    from rank 0's position in these numbers, as rank 0 may have drawn some alone. Returns what finds
+    equal seeds later, if the model has dropout.
     """
     if comm.size == 1:
-        return
+        return None
     is_cuda, shared = comm.device.type == "cuda", rank_seeds.shared_state()
     is_drawn = any(_draws_masks(module) for model in models for module in model.modules())
     position = comm.rank
@@ -97,13 +127,15 @@ def compare_random_numbers(comm: Communicator, models: Sequence[nn.Module]) -> N
     gathered = comm.allgather_obj((own, shared if comm.rank == 0 else None))
     rank_seeds.follow(gathered[0][1])
     processes = dict(own for own, _ in gathered)
-    if comm.rank == 0 and is_drawn and len(processes) > len(set(processes.values())):
+    are_equal = len(processes) > len(set(processes.values()))
+    if comm.rank == 0 and is_drawn and are_equal:
         warn(
             f"{comm.rank_label}: the model has dropout, and ranks will draw the same masks, as "
             "after torch.manual_seed with one seed on all of them. Call "
             "torchmn.seed_ranks(seed, comm) instead.",
             ResultWarning,
         )
+    return SeedFact(comm) if is_drawn and not are_equal else None
 
 
 def _draws_masks(module: nn.Module) -> bool:

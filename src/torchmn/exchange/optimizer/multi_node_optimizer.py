@@ -123,6 +123,8 @@ class MultiNodeOptimizer(WrappedOptimizer):
             owner=self,
         )
         loaders.facts.append(ref(self.reducer.replicas))  # weak: loaders outlive an optimizer
+        self.seeds: object = None
+        """What compares the seeds of ranks while this optimizer lives, if its model has dropout."""
         self.sample_weights = SampleWeights(
             models,
             self._hooks,

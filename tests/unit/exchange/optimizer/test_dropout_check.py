@@ -52,6 +52,55 @@ def test_one_seed_on_all_ranks(tmp_path: Path) -> None:
     assert "torchmn.seed_ranks(seed, comm)" in warned
 
 
+SEEDED_AGAIN = """
+import warnings
+import torch, torchmn
+from torch import nn
+from torch.utils.data import DataLoader
+comm = torchmn.create_communicator()
+data = torch.ones(8, 2)
+seeds = {
+    "one seed": torch.manual_seed,
+    "a seed of its own": lambda seed: torch.manual_seed(seed + comm.rank),
+    "seed_ranks": lambda seed: torchmn.seed_ranks(seed, comm),
+}
+cases = ("one seed", 0.0), ("a seed of its own", 0.1), ("seed_ranks", 0.1), ("one seed", 0.1)
+for name, p in cases:
+    torchmn.seed_ranks(3, comm)
+    loader = torchmn.scatter_loader(DataLoader(data, 4), comm)
+    model = nn.Sequential(nn.Linear(2, 64), nn.Dropout(p), nn.Linear(64, 1))
+    sgd = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = torchmn.create_multi_node_optimizer(sgd, comm, model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for epoch in range(3):
+            seeds[name](epoch)
+            for x in loader:
+                optimizer.zero_grad()
+                model(x).mean().backward()
+                optimizer.step()
+    texts = [str(each.message) for each in caught if "not independent" in str(each.message)]
+    print(name, p, len(texts))
+    optimizer.close()
+"""
+
+
+@pytest.mark.processes
+def test_one_seed_on_all_ranks_during_training(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SEEDED_AGAIN)
+    done = subprocess.run(
+        [sys.executable, "-m", "torchmn", "run", "-n", "2", str(script)],
+        capture_output=True, text=True, timeout=limit(55), check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    names = ("one seed", "a seed", "seed_ranks")
+    shown = [line for line in done.stdout.splitlines() if line[4:].startswith(names)]
+    none = ["one seed 0.0 0", "a seed of its own 0.1 0", "seed_ranks 0.1 0"]
+    assert [line[4:] for line in shown if line.startswith("[0]")] == [*none, "one seed 0.1 0"]
+    assert [line[4:] for line in shown if line.startswith("[1]")] == [*none, "one seed 0.1 1"]
+
+
 @pytest.mark.filterwarnings("error")
 def test_ranks_that_are_threads_of_one_process_are_not_asked() -> None:
     def wrap(comm):
