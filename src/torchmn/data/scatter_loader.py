@@ -76,9 +76,9 @@ def scatter_loader(loader: Any, comm: Communicator, *, read_by: ReadBy | None = 
     does in one process. Each batch is divided among the ranks in order and as evenly as possible.
     All other options, a sampler, batch sampler or subclass of your own included, are kept. Rank 0
     draws the order of each pass, from its own random numbers, and the others receive it (they draw
-    too, for what the sampler and its generators keep): after `torchmn.seed_ranks` it is that of one process with
-    the same ``torch.manual_seed``. A pass begins on all ranks together (*collective*); each ``for``
-    is a new pass, as with any DataLoader.
+    too, for what the sampler and its generators keep): after `torchmn.seed_ranks` it is that of one
+    process with the same ``torch.manual_seed``. A pass begins on all ranks together (*collective*);
+    each ``for`` is a new pass, as with any DataLoader.
 
     Parts may differ by one sample, so an optimizer that `create_multi_node_optimizer` makes for
     ``comm`` weights the ranks in each step by their parts of that step's batches, unless
