@@ -96,15 +96,31 @@ def contents(dataset: Any, *, may_read: bool = False) -> dict[str, Content]:
     return found
 
 
+def sampler_contents(batches: Any) -> dict[str, Content]:
+    """What the sampler of a batch sampler draws from, such as weights or indices. Local.
+
+    Only of torch's samplers, which do not change it: others may keep there what they have drawn,
+    on rank 0 alone.
+    """
+    sampler = getattr(batches, "sampler", None)
+    found: dict[str, Content] = {}
+    if type(sampler).__module__ == torch.utils.data.sampler.__name__:
+        for key, value in vars(sampler).items():
+            if key != "data_source" and _is_compared(value, 1):
+                found.update(_known(f"sampler.{key}", value))
+    return found
+
+
 def warn_if_changed(
     comm: Communicator, own: dict[str, Content], of_rank_0: dict[str, Content]
 ) -> None:
-    """Warn if data sets that were equal have changed in different ways. Local."""
+    """Warn if data sets and samplers have changed in different ways. Local."""
     if names := _differing(own, of_rank_0):
         warn(
-            f"{comm.rank_label}: its data set has changed in a different way from that of rank 0: "
-            f"{', '.join(names)} differ. Write what belongs to samples, such as pseudo-labels, on "
-            "all ranks alike: torchmn.data.gather_by_index gives each rank the values of all.",
+            f"{comm.rank_label}: its data set or sampler has changed in a different way from that "
+            f"of rank 0: {', '.join(names)} differ. Write what belongs to samples, such as "
+            "pseudo-labels or the weights of a sampler, on all ranks alike: "
+            "torchmn.data.gather_by_index gives each rank the values of all.",
             ResultWarning,
         )
 

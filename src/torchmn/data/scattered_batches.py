@@ -17,7 +17,7 @@ from torchmn.base.warn import warn
 from torchmn.comm.collectives import bcast_for
 from torchmn.data import rank_seeds, rng_state
 from torchmn.data.counted_loader import PassSampler
-from torchmn.data.dataset_comparison import contents, warn_if_changed
+from torchmn.data.dataset_comparison import contents, sampler_contents, warn_if_changed
 from torchmn.data.divided_batches import LoaderPass, divided_batches
 from torchmn.data.sampler_randomness import GeneratorMarks, capture, has_drawn_since, replayed
 from torchmn.data.scatter import shard_bounds
@@ -245,7 +245,9 @@ class ScatteredBatches(PassSampler):
         """Draw the next batches on rank 0 and broadcast them. *Collective.*"""
         is_first = not own.state
         begins_training = is_first and torch.is_grad_enabled()
-        known = contents(self._dataset) if begins_training else {}
+        known: dict[str, Any] = {}
+        if begins_training:
+            known = {**contents(self._dataset), **sampler_contents(self.batches)}
         facts = divided_batches(self._comm).facts_now(self._comm.size) if is_first else {}
         message: dict[str, Any] = {}
         error: Exception | None = None

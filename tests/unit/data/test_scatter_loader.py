@@ -717,6 +717,39 @@ def test_a_data_set_that_ranks_change_in_different_ways() -> None:
     assert len(caught) == 1
 
 
+@pytest.mark.parametrize("is_new", [False, True])
+def test_weights_of_a_sampler_that_ranks_change_in_different_ways(is_new: bool) -> None:
+    """Rank 0 draws: it would never use what the others have written."""
+
+    def rank_main(comm):
+        def divided():
+            sampler = WeightedRandomSampler(weights, 2 * NUM, generator=generator())
+            return scatter_loader(DataLoader(data(), 8, sampler=sampler), comm)
+
+        weights = torch.ones(NUM, dtype=torch.float64)
+        loader = divided()
+        passes(loader, 2)
+        weights[comm.rank] = 9  # the loss of one of the rank's own samples
+        return passes(divided() if is_new else loader, 1)
+
+    with pytest.warns(UserWarning, match=r"sampler.weights differ.*gather_by_index") as caught:
+        run_ranks(rank_main, 2)
+    assert len(caught) == 1
+
+
+def test_what_a_sampler_of_the_user_keeps_is_not_compared() -> None:
+    class Kept(SequentialSampler):
+        def __iter__(self) -> Iterator[int]:
+            self.drawn = [*torch.randperm(NUM, generator=generator()).tolist()]
+            return iter(self.drawn)
+
+    def rank_main(comm):
+        loader = scatter_loader(DataLoader(data(), 8, sampler=Kept(data())), comm)
+        assert passes(loader, 3)
+
+    run_ranks(rank_main, 2)
+
+
 # ---- few samples ----
 
 
