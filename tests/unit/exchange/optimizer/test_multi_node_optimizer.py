@@ -84,6 +84,26 @@ def test_grad_scaler_is_refused_where_gradients_are_late(world_size: int) -> Non
     run_ranks(rank_main, world_size)
 
 
+class WithoutClosure(torch.optim.SGD):
+    def step(self) -> None:  # type: ignore[override]
+        super().step()
+
+
+@pytest.mark.parametrize("schedule", [*SCHEDULES, "periodic_average"])
+def test_a_step_that_takes_no_closure(schedule: str) -> None:
+    def rank_main(comm, kind):
+        model = mlp()
+        inner = kind(model.parameters(), lr=0.1)
+        optimizer = create_multi_node_optimizer(inner, comm, model, schedule=schedule)
+        train(model, optimizer, comm.rank, range(3))
+        optimizer.flush()
+        return values(model)
+
+    for size in (1, 2):
+        expected = run_ranks(partial(rank_main, kind=torch.optim.SGD), size)[0]
+        assert near(run_ranks(partial(rank_main, kind=WithoutClosure), size)[0], expected)
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_group_added_later_is_broadcast_and_exchanged(schedule: str) -> None:
     def rank_main(comm):
