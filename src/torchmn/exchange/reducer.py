@@ -199,7 +199,7 @@ class GradientReducer:
         if self.parameters.are_sharded or self.parameters.has_parallel_layers:
             self.replicas.watch([])
         else:
-            self.replicas.watch([*trainable, *sparse], self._find_buffers())
+            self.replicas.watch([*trainable, *sparse], self._find_buffers)
         self._num_exchanges.num = 0
         self._watched = self.parameters.differentiable
         self.exchange.lay_out(

@@ -34,6 +34,7 @@ from torchmn.exchange.replicas import persistent_buffers
 UNKNOWN = -float(2**23)
 EVERY = 4  # steps from one checksum to the next: a checksum takes longer than all else here
 _PART_NUMEL = 65_536
+_NUM_COLUMNS = 17
 _LARGEST_SUM = 2**24  # of the squares of checksums over all ranks, which float32 holds exactly
 _LARGEST_CHECKSUM = 4096
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -47,6 +48,9 @@ class Watched(NamedTuple):
     is_buffer: bool = False
 
 
+FindBuffers = Callable[[], Iterable[Watched]]
+
+
 class ReplicaWatch:
     """This rank's steps since the last exchange, and its latest checksum. Local."""
 
@@ -57,19 +61,23 @@ class ReplicaWatch:
         self.checksum: Tensor | None = None
         self.part: Watched | None = None  # the tensor, a part of which the checksum is taken of
         self._watched: list[Watched] = []
+        self._parameters: list[Watched] = []
+        self._find_buffers: FindBuffers = tuple
         # Whether there was an exchange since the last pass over a loader began.
         self._has_exchanged = True
         self._warned_of: set[bool] = set()  # values of `Watched.is_buffer`
 
     def watch(
-        self, parameters: Iterable[tuple[str, Tensor]], buffers: Iterable[Watched] = ()
+        self, parameters: Iterable[tuple[str, Tensor]], find_buffers: FindBuffers = tuple
     ) -> None:
         """Compare these parameters and buffers from now on; all ranks must have them."""
-        self._watched = [
-            *(Watched(name, p.detach) for name, p in parameters if p.numel()),
-            *buffers,
-        ]
+        self._parameters = [Watched(name, p.detach) for name, p in parameters if p.numel()]
+        self._find_buffers = find_buffers
+        self._watch_all()
         self.forget()
+
+    def _watch_all(self) -> None:
+        self._watched = [*self._parameters, *self._find_buffers()]
 
     def forget(self) -> None:
         """Compare nothing until the next step: parameters, ranks or counts have changed."""
@@ -87,8 +95,12 @@ class ReplicaWatch:
     def note(self, step: int, num_ranks: int) -> None:
         """Take the checksum that is due after step number ``step``, the same on all ranks."""
         turn, is_other = divmod(step, EVERY)
+        if is_other:
+            return
+        if self._watched and turn % len(self._watched) == 0:  # buffers were added, as by pruning
+            self._watch_all()
         watched = self._watched
-        if is_other or not watched:
+        if not watched:
             return
         self.part = watched[turn % len(watched)]
         tensor = self.part.get()
@@ -98,11 +110,10 @@ class ReplicaWatch:
         bits = bits_of(tensor)
         num_parts = -(-bits.numel() // _PART_NUMEL)
         start = turn // len(watched) % num_parts * _PART_NUMEL
-        total = bits[start : start + _PART_NUMEL].sum(dtype=torch.int64)
         # An odd modulus: bit patterns of round numbers end with zeros, and modulo a power of two
         # nothing else would be left.
         largest = min(_LARGEST_CHECKSUM, math.isqrt(_LARGEST_SUM // num_ranks))
-        self.checksum = total % (largest - 1 | 1)
+        self.checksum = _checksum(bits[start : start + _PART_NUMEL], largest - 1 | 1)
 
     def at_pass(self) -> dict[str, int] | None:
         """See `PassFact.at_pass`: checksums by parameter name, None if an exchange has compared."""
@@ -134,6 +145,17 @@ class ReplicaWatch:
             f"{comm.rank_label}: {what.format(part.name, f'after step {step}')}",
             ResultWarning,
         )
+
+
+def _checksum(bits: Tensor, modulus: int) -> Tensor:
+    """A number below ``modulus``, which also depends on the order: masks of pruning hold the same.
+
+    Integers are summed by their position modulo a prime, as rows may be permuted.
+    """
+    end = bits.numel() // _NUM_COLUMNS * _NUM_COLUMNS
+    sums = bits[:end].view(-1, _NUM_COLUMNS).sum(0, dtype=torch.int64)
+    sums[: bits.numel() - end] += bits[end:]
+    return ((sums % modulus) << torch.arange(_NUM_COLUMNS, device=bits.device)).sum() % modulus
 
 
 _OF_PARAMETERS = (

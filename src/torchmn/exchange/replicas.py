@@ -96,8 +96,9 @@ def raise_if_ranks_differ(
     """Compare over ranks all that determines what a rank sends. *Collective.*
 
     That is names, shapes, dtypes and strides of the tensors, which of them are trained, the options
-    of the optimizer, and the options in ``asked``. Raises RankMismatchError on all ranks, naming
-    the first difference and the values on both ranks.
+    of the optimizer, and the options in ``asked``; and the options of torch's layers, such as the
+    rate of a dropout, without which ranks would train different functions. Raises RankMismatchError
+    on all ranks, naming the first difference and the values on both ranks.
     """
     trained = set(parameters_of(inner))
     named = named_tensors(models)
@@ -107,9 +108,14 @@ def raise_if_ranks_differ(
         if tensor in sparse:
             tensors[name] += ", with sparse gradients"
     settings = {name: str(value) for name, value in asked.items()} | _options(inner)
-    gathered = _gathered_if_different(comm, [settings, tensors])
+    gathered = _gathered_if_different(comm, [settings, tensors, _layers(models)])
     for rank in range(1, len(gathered)):
         what = _first_difference("the models", gathered[0][1], gathered[rank][1], rank)
+        # A layer without tensors that not all ranks have, as a metric of rank 0, may be used.
+        layers, others = gathered[0][2], gathered[rank][2]
+        common = {name: others[name] for name in layers if name in others}
+        layers = {name: layers[name] for name in common}
+        what = what or _first_difference("the models", layers, common, rank)
         what = what or _first_difference("the optimizers", gathered[0][0], gathered[rank][0], rank)
         if what:
             is_sharded = any(placement_of(tensor) for tensor in trained)
@@ -121,6 +127,16 @@ def raise_if_ranks_differ(
 
 def _prefixes(models: Sequence[nn.Module]) -> list[str]:
     return [""] if len(models) == 1 else [f"{i}." for i in range(len(models))]
+
+
+def _layers(models: Sequence[nn.Module]) -> dict[str, str]:
+    """The classes and options of the layers that torch defines, by name. Local."""
+    return {
+        prefix + name: f"{type(layer).__name__}({layer.extra_repr()})"
+        for prefix, model in zip(_prefixes(models), models, strict=True)
+        for name, layer in model.named_modules()
+        if type(layer).__module__.startswith("torch.nn.modules.")
+    }
 
 
 def _describe(tensor: Tensor, trained: set[nn.Parameter]) -> str:

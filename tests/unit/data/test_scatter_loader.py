@@ -717,17 +717,37 @@ def test_a_data_set_that_ranks_change_in_different_ways() -> None:
     assert len(caught) == 1
 
 
-def test_a_sampler_that_ranks_change_in_different_ways() -> None:
-    def rank_main(comm):
-        sampler = WeightedRandomSampler([1.0] * NUM, NUM, generator=generator())
-        loader = scatter_loader(DataLoader(data(), 8, sampler=sampler), comm)
-        passes(loader, 2)
-        sampler.weights[5] = 2 + comm.rank  # by the loss of this rank's sample
-        return passes(loader, 1)
+@pytest.mark.parametrize("is_new", [False, True])
+def test_weights_of_a_sampler_that_ranks_change_in_different_ways(is_new: bool) -> None:
+    """Rank 0 draws: it would never use what the others have written."""
 
-    with pytest.warns(UserWarning, match="RandomSampler.weights differ.*gather_by_index") as caught:
+    def rank_main(comm):
+        def divided():
+            sampler = WeightedRandomSampler(weights, 2 * NUM, generator=generator())
+            return scatter_loader(DataLoader(data(), 8, sampler=sampler), comm)
+
+        weights = torch.ones(NUM, dtype=torch.float64)
+        loader = divided()
+        passes(loader, 2)
+        weights[comm.rank] = 9  # the loss of one of the rank's own samples
+        return passes(divided() if is_new else loader, 1)
+
+    with pytest.warns(UserWarning, match=r"WeightedRandomSampler.weights differ.*gather_by_index") as caught:
         run_ranks(rank_main, 2)
     assert len(caught) == 1
+
+
+def test_what_a_sampler_of_the_user_keeps_is_not_compared() -> None:
+    class Kept(SequentialSampler):
+        def __iter__(self) -> Iterator[int]:
+            self.drawn = [*torch.randperm(NUM, generator=generator()).tolist()]
+            return iter(self.drawn)
+
+    def rank_main(comm):
+        loader = scatter_loader(DataLoader(data(), 8, sampler=Kept(data())), comm)
+        assert passes(loader, 3)
+
+    run_ranks(rank_main, 2)
 
 
 # ---- few samples ----

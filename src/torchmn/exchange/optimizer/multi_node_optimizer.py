@@ -156,6 +156,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
             self.reducer.close()  # nothing else will
             self._unhook()
             raise
+        self._is_complete = True
 
     def _unhook(self) -> None:
         self._remove_step_hook()

@@ -20,6 +20,8 @@ class WrappedOptimizer(Optimizer):
     """
 
     inner: Optimizer
+    _is_complete = False
+    """Whether the subclass has set its own attributes: public ones may then be those of inner."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -48,6 +50,15 @@ class WrappedOptimizer(Optimizer):
         if name == "inner":  # not set yet: copying creates objects without __init__
             raise AttributeError(name)
         return getattr(self.inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # A script that changes an option which the optimizer has as an attribute, such as
+        # ``optimizer.rho *= 0.5``, means that of the inner one.
+        is_own = not self._is_complete or name in vars(self) or hasattr(type(self), name)
+        if is_own or name.startswith("_") or not hasattr(self.inner, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.inner, name, value)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedError(

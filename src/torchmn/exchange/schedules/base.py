@@ -106,6 +106,10 @@ class Schedule(ABC):
         exchange's ``num_active``.
         """
 
+    def _step_inner(self, closure: Callable[[], float] | None) -> float | None:
+        """Call the inner optimizer's step, which need not take a closure. Local."""
+        return self._inner.step() if closure is None else self._inner.step(closure)
+
     def flush(self) -> None:  # noqa: B027 - a default
         """Apply means that are still pending, and exchange changes that were not exchanged yet."""
 

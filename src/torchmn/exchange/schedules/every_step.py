@@ -68,7 +68,7 @@ class EveryStep(Schedule):
             if exchange.are_late_on_some or local.were_changed:
                 share_with_late_ranks(reducer)
         exchange.num_in_step = 0
-        return self._inner.step(closure)
+        return self._step_inner(closure)
 
     def flush(self) -> None:
         """See `Schedule.flush`: only the checks of the last exchange may be pending, on a GPU."""

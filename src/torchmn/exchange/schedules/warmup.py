@@ -141,7 +141,7 @@ class Warmup(Schedule):
         self._is_stepping = True
         try:
             is_exchanged = self._reducer.is_needed
-            result = current.step(closure) if is_exchanged else self._inner.step(closure)
+            result = current.step(closure) if is_exchanged else self._step_inner(closure)
         finally:
             self._is_stepping = False
         self._has_unapplied_mean = False

@@ -84,6 +84,61 @@ def test_grad_scaler_is_refused_where_gradients_are_late(world_size: int) -> Non
     run_ranks(rank_main, world_size)
 
 
+class Scaled(torch.optim.SGD):
+    """Options that are attributes, one of which has the name of one of the wrapper."""
+
+    scale, schedule = 1.0, "none"
+
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            p.grad *= self.scale
+        return super().step(closure)
+
+
+def test_an_attribute_that_a_script_sets_is_that_of_the_inner_one() -> None:
+    def steps(model, optimizer, rank):
+        for step in range(3):
+            train(model, optimizer, rank, [step])
+            optimizer.scale *= 0.5
+            optimizer.note = "of the script"
+        return values(model)
+
+    def rank_main(comm):
+        model = mlp()
+        inner = Scaled(model.parameters(), lr=0.1)
+        optimizer = create_multi_node_optimizer(inner, comm, model)
+        found = steps(model, optimizer, 0)
+        assert inner.scale == 0.125
+        assert inner.schedule == "none"
+        assert not hasattr(inner, "note")
+        return found
+
+    model = mlp()
+    expected = steps(model, Scaled(model.parameters(), lr=0.1), 0)
+    for size in (1, 2):
+        assert near(run_ranks(rank_main, size)[0], expected)
+
+
+class WithoutClosure(torch.optim.SGD):
+    def step(self) -> None:  # type: ignore[override]
+        super().step()
+
+
+@pytest.mark.parametrize("schedule", [*SCHEDULES, "periodic_average"])
+def test_a_step_that_takes_no_closure(schedule: str) -> None:
+    def rank_main(comm, kind):
+        model = mlp()
+        inner = kind(model.parameters(), lr=0.1)
+        optimizer = create_multi_node_optimizer(inner, comm, model, schedule=schedule)
+        train(model, optimizer, comm.rank, range(3))
+        optimizer.flush()
+        return values(model)
+
+    for size in (1, 2):
+        expected = run_ranks(partial(rank_main, kind=torch.optim.SGD), size)[0]
+        assert near(run_ranks(partial(rank_main, kind=WithoutClosure), size)[0], expected)
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_group_added_later_is_broadcast_and_exchanged(schedule: str) -> None:
     def rank_main(comm):

@@ -106,6 +106,32 @@ class TestFlags:
         assert equal(first, second)
 
 
+class TestLayers:
+    @pytest.mark.parametrize(
+        ("layer", "text"),
+        [
+            (lambda rank: nn.Dropout(0.25 * rank), r"Dropout(p=0.0, inplace=False)"),
+            (lambda rank: [nn.ReLU(), nn.GELU()][rank], r"ReLU(), rank 1 has GELU(approximate="),
+        ],
+    )
+    def test_other_options_of_a_layer_are_refused(self, layer, text: str) -> None:
+        """A search whose trials are drawn from the rank's own random numbers."""
+
+        def rank_main(comm):
+            model = nn.Sequential(mlp(), layer(comm.rank))
+            with pytest.raises(RankMismatchError, match=re.escape("'1': rank 0 has " + text)):
+                create_multi_node_optimizer(sgd(model), comm, model)
+
+        run_ranks(rank_main, 2)
+
+    def test_layers_that_one_rank_has_alone_may_be_used(self) -> None:
+        def rank_main(comm):
+            model = nn.Sequential(mlp(), *[nn.Identity()] * comm.rank)
+            train(model, optimizer_of(comm, model), comm.rank, range(2))
+
+        run_ranks(rank_main, 2)
+
+
 class TestArguments:
     @pytest.mark.parametrize(
         ("options", "text"),

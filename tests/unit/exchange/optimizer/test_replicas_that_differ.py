@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.unit.models import batch, equal, loss_of, mlp, optimizer_of, sgd, train, values, wrap
@@ -113,6 +114,33 @@ def test_a_buffer_that_forward_computes_from_its_samples_is_warned_of(
 ) -> None:
     with pytest.raises(ResultWarning, match="differ in the buffer '1.rows' after step"):
         train_with(Codebook(replaced=replaced), schedule)
+
+
+def test_checksums_depend_on_the_order() -> None:
+    watch = ReplicaWatch()
+    found = set()
+    rows = torch.arange(24 * 128.0).view(24, 128)
+    for shift in range(12):
+        watch.watch([("rows", rows.roll(shift, 0))])
+        watch.note(EVERY, 2)
+        found.add(int(watch.checksum))  # type: ignore[arg-type]
+    assert len(found) > 9
+
+
+def test_a_buffer_that_was_added_after_wrapping_is_warned_of() -> None:
+    """The mask of each rank's own random pruning, of equal numbers: the parameters stay equal."""
+
+    def rank_main(comm):
+        model, optimizer = wrap(comm)
+        for step in range(EVERY * 12):
+            train(model, optimizer, comm.rank, [step])
+            if step == 2:
+                mask = torch.ones_like(model[0].weight)
+                mask[0, comm.rank] = 0
+                prune.custom_from_mask(model[0], "weight", mask)
+
+    with pytest.raises(ResultWarning, match=r"differ in the buffer '0\.weight_mask' after step"):
+        run_ranks(rank_main, 2)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -263,7 +263,7 @@ class LocalUpdateSchedule(Schedule):
         if self._node is not None and self._reducer.is_needed:
             result = self._node.step(closure)
         else:
-            result = self._inner.step(closure)
+            result = self._step_inner(closure)
             own, parameters = self._contribution, self._exchange.parameters
             # The ranks of the model end their blocks together.
             (num_samples,) = parameters.mesh.means(own.num_samples)
