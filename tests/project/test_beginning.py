@@ -10,18 +10,12 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from scripts import make_site
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -37,7 +31,6 @@ BEGINNINGS = [
     DOCS / "how-to" / "start.md",
     DOCS / "coming-from-ddp.md",
 ]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def name_of(path: Path) -> str:

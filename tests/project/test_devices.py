@@ -2,11 +2,9 @@
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
-import pytest
+from .source import parsed
 
-SOURCE = Path(__file__).parents[2] / "src" / "torchmn"
 HAVE_A_DEVICE = {
     *("arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace"),
     *("logspace", "normal", "ones", "rand", "randint", "randn", "randperm", "scalar_tensor"),
@@ -14,9 +12,9 @@ HAVE_A_DEVICE = {
 }
 
 
-def without_device(source: str) -> Iterator[int]:
+def without_device(tree: ast.AST) -> Iterator[int]:
     """Lines in which torch makes a tensor wherever the default device is."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         if (
             isinstance(node, ast.Call)
             and isinstance(node.func, ast.Attribute)
@@ -28,17 +26,17 @@ def without_device(source: str) -> Iterator[int]:
             yield node.lineno
 
 
-@pytest.mark.parametrize("folder", sorted({p.parent for p in SOURCE.rglob("*.py")}))
-def test_no_tensor_goes_to_the_default_device(folder: Path) -> None:
-    if "testing" in folder.parts:
-        return  # contracts make what users would make
+def test_no_tensor_goes_to_the_default_device() -> None:
+    """But for contracts, which make what users would make."""
     found = [
-        f"{path.relative_to(SOURCE)}:{line}"
-        for path in sorted(folder.glob("*.py"))
-        for line in without_device(path.read_text())
+        f"{name}:{line}"
+        for name, tree in parsed().items()
+        if "testing" not in name.split("/")
+        for line in without_device(tree)
     ]
     assert not found, 'give device="cpu", or the device that is meant'
 
 
 def test_one_without_is_found() -> None:
-    assert list(without_device("x = torch.zeros(3)\ny = torch.zeros(3, device=d)")) == [1]
+    tree = ast.parse("x = torch.zeros(3)\ny = torch.zeros(3, device=d)")
+    assert list(without_device(tree)) == [1]

@@ -12,6 +12,7 @@ import pytest
 import torchmn
 
 from .names import INTERNAL
+from .source import parsed
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
@@ -44,16 +45,6 @@ def test_documented_names_exist(page: Path) -> None:
     names = re.findall(r"(?<!-m )\btorchmn((?:\.[A-Za-z]\w*)+)", page.read_text())
     names = [name for name in names if name != ".toml"]  # a site's file
     assert [name for name in sorted(set(names)) if not _resolves(name[1:].split("."))] == []
-
-
-def test_documented_modules_are_programs() -> None:
-    """Those that are run: ``python -m torchmn.observe``."""
-    names = {n for page in PAGES for n in re.findall(r"-m (torchmn\.[\w.]*\w)", page.read_text())}
-    files = {name: ROOT / "src" / name.replace(".", "/") for name in names}
-    is_program = {
-        n: f.with_suffix(".py").exists() or (f / "__main__.py").exists() for n, f in files.items()
-    }
-    assert [name for name, is_one in is_program.items() if not is_one] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
@@ -93,18 +84,12 @@ def _public_names() -> set[str]:
     return {name for m in modules for name in getattr(m, "__all__", [])} | set(torchmn.__all__)
 
 
-def test_the_lines_of_the_readme_are_real_names() -> None:
-    called = set(re.findall(r"torchmn\.(\w+)\(", (ROOT / "README.md").read_text()))
-    assert called
-    assert called <= set(torchmn.__all__)
-
-
 def test_the_messages_of_the_page_exist() -> None:
     """Each message is a part of a text in the source, ``...`` for what is filled in."""
     constants = {
         node.value
-        for path in (ROOT / "src").rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for tree in parsed().values()
+        for node in ast.walk(tree)
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
     texts = "\n".join(constants)

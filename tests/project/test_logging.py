@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 import torchmn
 
-SOURCE = Path(torchmn.__file__).parent
+from .source import parsed
 
 STDERR, STDOUT, HANDLER, WARNING = "standard error", "standard output", "handler", "warning"
 ALLOWED = {
@@ -65,11 +64,7 @@ def kinds(tree: ast.AST) -> Iterator[tuple[str, int]]:
 
 
 def test_only_these_print() -> None:
-    found = {
-        path.relative_to(SOURCE).as_posix(): lines
-        for path in sorted(SOURCE.rglob("*.py"))
-        if (lines := list(kinds(ast.parse(path.read_text()))))
-    }
+    found = {name: lines for name, tree in parsed().items() if (lines := list(kinds(tree)))}
     assert {name: {kind for kind, _ in lines} for name, lines in found.items()} == ALLOWED, found
 
 
@@ -96,9 +91,9 @@ CATEGORIES = {name for name in torchmn.errors.__all__ if name.endswith("Warning"
 def test_categories_are_known() -> None:
     """A text that is given to `warn` has no category, or one of ours by its name."""
     used = set()
-    for path in SOURCE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for name, tree in parsed().items():
+        for node in ast.walk(tree):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "warn":
                 used |= {ast.unparse(each) for each in node.args[1:]}
-                assert not node.keywords, (path, node.lineno)
+                assert not node.keywords, (name, node.lineno)
     assert used == CATEGORIES - {"TorchmnWarning"}

@@ -9,23 +9,16 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parents[2] / "src" / "torchmn"
+from .source import parsed, root
 
 FRAMES = {
     *("_getframe", "_current_frames", "_current_exceptions", "currentframe", "f_back", "f_locals"),
     *("gi_frame", "cr_frame", "ag_frame", "tb_frame", "getouterframes", "getinnerframes"),
-    *(
-        "extract_stack",
-        "walk_stack",
-        "call_tracing",
-        "settrace",
-        "setprofile",
-        "_getframemodulename",
-    ),
+    *("extract_stack", "walk_stack", "call_tracing", "settrace", "setprofile"),
+    "_getframemodulename",
 }
 REFERENCES = {"getrefcount", "get_referrers", "get_referents", "get_objects", "getweakrefs"}
 LOOKED_INTO = {"sys", "inspect", "gc", "threading", "traceback", "builtins"}
@@ -115,13 +108,6 @@ def named(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def root(node: ast.AST) -> str:
-    """The name with which an expression begins."""
-    while isinstance(node, (ast.Attribute, ast.Subscript, ast.Call)):
-        node = node.func if isinstance(node, ast.Call) else node.value
-    return node.id if isinstance(node, ast.Name) else ""
-
-
 def text(node: ast.AST) -> str | None:
     """A text that can be read off; None for one that is put together."""
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
@@ -148,20 +134,9 @@ def imported(tree: ast.AST) -> Iterator[str]:
             yield from (alias.asname or alias.name for alias in node.names)
 
 
-def found_in(path: Path) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
-    for kind, line in kinds(ast.parse(path.read_text())):
-        found.setdefault(kind, []).append(line)
-    return found
-
-
 def test_each_kind_is_in_its_files_and_in_no_other() -> None:
-    found = {
-        path.relative_to(SOURCE).as_posix(): lines
-        for path in sorted(SOURCE.rglob("*.py"))
-        if (lines := found_in(path))
-    }
-    assert {file: set(lines) for file, lines in found.items()} == ALLOWED, found
+    found = {name: lines for name, tree in parsed().items() if (lines := list(kinds(tree)))}
+    assert {name: {kind for kind, _ in lines} for name, lines in found.items()} == ALLOWED, found
 
 
 @pytest.mark.parametrize(
@@ -174,10 +149,7 @@ def test_each_kind_is_in_its_files_and_in_no_other() -> None:
         (FRAME, "import inspect\ninspect.currentframe()"),
         (FRAME, "import inspect\ninspect.stack()[1]"),
         (FRAME, "import sys\nsys._current_frames()[thread]"),
-        (
-            FRAME,
-            "error.__traceback__.tb_frame.f_back",
-        ),
+        (FRAME, "error.__traceback__.tb_frame.f_back"),
         (FRAME, "iterator.gi_frame.f_locals['x']"),
         (FRAME, "from operator import attrgetter\nattrgetter('f_locals')(frame)"),
         (FRAME, "exec('import sys; sys._getframe()')"),

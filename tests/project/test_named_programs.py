@@ -6,11 +6,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-NAMED = re.compile(r"python -m (torchmn(?:\.\w+)+)")
+NAMED = re.compile(r"-m (torchmn(?:\.\w+)+)")
 
 
 def programs() -> list[str]:
-    pages = [*ROOT.joinpath("docs").rglob("*.md"), *ROOT.joinpath("src").rglob("*.py")]
+    pages = [
+        *(*ROOT.glob("*.md"), *ROOT.joinpath("docs").rglob("*.md")),
+        *(*ROOT.joinpath("benchmarks").glob("*.md"), *ROOT.joinpath("src").rglob("*.py")),
+    ]
     return sorted({name for page in pages for name in NAMED.findall(page.read_text())})
 
 

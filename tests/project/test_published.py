@@ -1,22 +1,15 @@
 """Where the project says that it is, and the workflow that publishes the site there."""
 
 import re
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from scripts import make_site
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from .metadata import PROJECT, ROOT
 
-ROOT = Path(__file__).parents[2]
-PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
 

@@ -17,9 +17,13 @@ MISSING = [
     for n in ("sphinx", "myst_parser", "furo", "sphinx_copybutton")
     if importlib.util.find_spec(n) is None
 ]
-needs_sphinx = pytest.mark.skipif(
-    bool(MISSING), reason=f"no {', '.join(MISSING)}: install the extra docs, or 'make setup'"
-)
+MARKS = [
+    pytest.mark.skipif(
+        bool(MISSING), reason=f"no {', '.join(MISSING)}: install the extra docs, or 'make setup'"
+    ),
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+]
 
 
 @pytest.fixture(scope="module")
@@ -33,52 +37,36 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@needs_sphinx
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_every_public_name_has_an_anchor(site: Path) -> None:
-    missing = []
-    for module, names in make_site.public_names().items():
-        page = make_site.Page(site / "reference" / "api" / f"{module}.html")
-        missing += [f"{module}.{n}" for n in names if f"{module}.{n}" not in page.anchors]
-    assert missing == []
+class TestSite:
+    pytestmark = MARKS
 
+    def test_every_public_name_has_an_anchor(self, site: Path) -> None:
+        missing = []
+        for module, names in make_site.public_names().items():
+            page = make_site.Page(site / "reference" / "api" / f"{module}.html")
+            missing += [f"{module}.{n}" for n in names if f"{module}.{n}" not in page.anchors]
+        assert missing == []
 
-@needs_sphinx
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_every_document_is_on_the_site(site: Path) -> None:
-    places = [
-        make_site.place_of(path.relative_to(ROOT).as_posix()) or ""
-        for path in (ROOT / "docs").rglob("*.md")
-    ]
-    assert [p for p in places if not (site / p).with_suffix(".html").exists()] == []
+    def test_every_document_is_on_the_site(self, site: Path) -> None:
+        places = [
+            make_site.place_of(path.relative_to(ROOT).as_posix()) or ""
+            for path in (ROOT / "docs").rglob("*.md")
+        ]
+        assert [p for p in places if not (site / p).with_suffix(".html").exists()] == []
 
+    def test_the_search_finds_names_without_a_network(self, site: Path) -> None:
+        index = (site / "searchindex.js").read_text()
+        assert "create_communicator" in index
+        assert list(make_site.faults_of(site)) == []  # nothing is loaded from elsewhere, too
 
-@needs_sphinx
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_the_search_finds_names_without_a_network(site: Path) -> None:
-    index = (site / "searchindex.js").read_text()
-    assert "create_communicator" in index
-    assert list(make_site.faults_of(site)) == []  # nothing is loaded from elsewhere, too
+    def test_the_search_shows_the_page_first(self, site: Path) -> None:
+        found = found_by_the_search(site, list(FIRST))
+        assert {query: pages[0] for query, pages in found.items()} == FIRST
 
-
-@needs_sphinx
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_the_search_shows_the_page_first(site: Path) -> None:
-    found = found_by_the_search(site, list(FIRST))
-    assert {query: pages[0] for query, pages in found.items()} == FIRST
-
-
-@needs_sphinx
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_blocks_of_code_can_be_copied_and_pages_have_an_address(site: Path) -> None:
-    page = (site / "index.html").read_text()
-    assert "_static/copybutton.js" in page
-    assert f'rel="canonical" href="{make_site.address()}index.html"' in page
+    def test_blocks_of_code_can_be_copied_and_pages_have_an_address(self, site: Path) -> None:
+        page = (site / "index.html").read_text()
+        assert "_static/copybutton.js" in page
+        assert f'rel="canonical" href="{make_site.address()}index.html"' in page
 
 
 FAULTS = {

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from .source import parsed
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -53,10 +55,6 @@ def test_a_skip_without_a_reason_is_found(function: str, arguments: str) -> None
 
 def test_what_runs_a_module_as_a_program_stands_at_its_end() -> None:
     """What is defined below it does not exist yet when the program runs."""
-    for path in sorted((ROOT / "src").rglob("*.py")):
-        text = path.read_text()
-        if "__main__" not in text:
-            continue
-        body = ast.parse(text).body
-        guards = [n for n in body if isinstance(n, ast.If) and "__main__" in ast.dump(n.test)]
-        assert all(guard is body[-1] for guard in guards), path
+    for name, tree in parsed().items():
+        guards = [n for n in tree.body if isinstance(n, ast.If) and "__main__" in ast.dump(n.test)]
+        assert all(guard is tree.body[-1] for guard in guards), name

@@ -1,21 +1,16 @@
 """`make bench-lm`: compared runs choose nothing, and missing or disturbed ones hold no limit."""
 
 import json
-from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-Load = Callable[[str], ModuleType]
-MakeRun = Callable[..., dict[str, Any]]
-
 
 @pytest.fixture
-def run_of() -> MakeRun:
+def run_of():
     """A recorded run of a side: as the file has it, so that tuples are lists."""
 
-    def run_of_(side: Any, text: Any, **more: Any) -> dict[str, Any]:
+    def run_of_(side, text, **more):
         made = {
             "date": "2026-11-25T12:00:00+00:00",
             "seed": text.seeds[0],
@@ -24,14 +19,13 @@ def run_of() -> MakeRun:
             "steps": 200,
         }
         made.update(side.settings(), **more)
-        found: dict[str, Any] = json.loads(json.dumps(made))
-        return found
+        return json.loads(json.dumps(made))
 
     return run_of_
 
 
 @pytest.fixture
-def choice_runs(load: Load, run_of: MakeRun) -> list[dict[str, Any]]:
+def choice_runs(load, run_of):
     """DDP's best rate is the second one; of other families the last candidate is the fastest."""
     settings = load("time_to_loss.settings")
     goal = {"rate": settings.FAST_RATE, "seed": settings.TUNED.goal_seed, "goal": 0.0}
@@ -49,7 +43,7 @@ def choice_runs(load: Load, run_of: MakeRun) -> list[dict[str, Any]]:
     return runs
 
 
-def test_compared_texts_and_seeds_choose_nothing(load: Load) -> None:
+def test_compared_texts_and_seeds_choose_nothing(load) -> None:
     settings = load("time_to_loss.settings")
     compared, tuned = settings.COMPARED, settings.TUNED
     assert compared.name != tuned.name
@@ -57,9 +51,7 @@ def test_compared_texts_and_seeds_choose_nothing(load: Load) -> None:
     assert not {*compared.seeds} & {*tuned.seeds}
 
 
-def test_goals_and_sides_are_those_of_the_rule(
-    load: Load, choice_runs: list[dict[str, Any]]
-) -> None:
+def test_goals_and_sides_are_those_of_the_rule(load, choice_runs) -> None:
     settings, choice = load("time_to_loss.settings"), load("time_to_loss.choice")
     assert choice.goal_of(choice_runs, settings.TUNED) == 2.101
     assert choice.goal_of(choice_runs, settings.COMPARED) == 1.9
@@ -72,9 +64,7 @@ def test_goals_and_sides_are_those_of_the_rule(
 
 
 @pytest.mark.parametrize("more", [{"seconds": None}, {"foreign_share": 0.5}, {"failed": "why"}])
-def test_a_candidate_that_missed_the_goal_or_was_not_measured_is_not_chosen(
-    load: Load, choice_runs: list[dict[str, Any]], more: dict[str, Any]
-) -> None:
+def test_a_candidate_that_missed_the_goal_is_not_chosen(load, choice_runs, more) -> None:
     choice, settings = load("time_to_loss.choice"), load("time_to_loss.settings")
     choice_runs[-1].update(more)
     chosen = choice.chosen(choice_runs)
@@ -84,9 +74,7 @@ def test_a_candidate_that_missed_the_goal_or_was_not_measured_is_not_chosen(
         assert "torchmn DiLoCo" not in chosen
 
 
-def _compared_runs(
-    load: Load, run_of: MakeRun, choice_runs: list[dict[str, Any]]
-) -> list[dict[str, Any]]:
+def _compared_runs(load, run_of, choice_runs) -> list[dict[str, Any]]:
     settings, choice = load("time_to_loss.settings"), load("time_to_loss.choice")
     seconds = {"ddp": 120.0, "ddp fp16": 70.0, "torchft DiLoCo": 26.0, "torchmn gradients": 25.0}
     return [
@@ -103,9 +91,7 @@ def _compared_runs(
     ]
 
 
-def test_limits_are_for_the_family_that_was_faster_before(
-    load: Load, run_of: MakeRun, choice_runs: list[dict[str, Any]]
-) -> None:
+def test_limits_are_for_the_family_that_was_faster_before(load, run_of, choice_runs) -> None:
     bars = load("time_to_loss.bars").bars_of(_compared_runs(load, run_of, choice_runs), choice_runs)
     held = {bar.bar: bar.holds for bar in bars if bar.limit}
     assert held == {
@@ -116,13 +102,7 @@ def test_limits_are_for_the_family_that_was_faster_before(
 
 @pytest.mark.parametrize("more", [{"seconds": None}, {"foreign_share": 0.5}, {"failed": "why"}])
 @pytest.mark.parametrize("family", ["torchmn DiLoCo", "torchft DiLoCo"])
-def test_a_side_that_missed_the_goal_or_was_not_measured_holds_no_limit(
-    load: Load,
-    run_of: MakeRun,
-    choice_runs: list[dict[str, Any]],
-    more: dict[str, Any],
-    family: str,
-) -> None:
+def test_a_side_that_missed_the_goal_holds_no_limit(load, run_of, choice_runs, more, family):
     runs = _compared_runs(load, run_of, choice_runs)
     for run in runs:
         if run["family"] == family:
@@ -133,9 +113,7 @@ def test_a_side_that_missed_the_goal_or_was_not_measured_holds_no_limit(
     assert not any(bar.holds for bar in limits)
 
 
-def test_runs_of_different_days_make_no_pair(
-    load: Load, run_of: MakeRun, choice_runs: list[dict[str, Any]]
-) -> None:
+def test_runs_of_different_days_make_no_pair(load, run_of, choice_runs) -> None:
     runs = _compared_runs(load, run_of, choice_runs)
     for run in runs:
         if run["family"] == "torchft DiLoCo":

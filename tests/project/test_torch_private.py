@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
 from torchmn.base import torch_private
 
-SOURCE = Path(__file__).parents[2] / "src" / "torchmn"
+from .source import parsed
+
 FILE = "base/torch_private.py"
 
 NOT_OF_TORCH = {
@@ -100,8 +100,7 @@ def is_torch(module: str | None) -> bool:
 
 
 def test_no_other_file_names_them() -> None:
-    files = {path.relative_to(SOURCE).as_posix(): path for path in SOURCE.rglob("*.py")}
-    trees = {name: ast.parse(path.read_text()) for name, path in files.items()}
+    trees = dict(parsed())
     own = defined(list(trees.values()))
     vocabulary = (private_names(trees[FILE], own) | private_texts(trees.pop(FILE))) - own
     found = {file: private_names(tree, own, vocabulary) for file, tree in trees.items()}

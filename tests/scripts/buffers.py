@@ -6,7 +6,7 @@ from torch.ao import quantization
 from torch.nn.functional import mse_loss
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from .models import built, mlp, steps
+from .models import built, fit, mlp, steps
 from .registry import script
 from .worker import Worker, whole_batch
 
@@ -126,7 +126,4 @@ class _Bank(nn.Module):
 @script("A memory bank that grows: a buffer resized in `forward`, by the samples of all ranks")
 def growing_bank(worker: Worker) -> nn.Module:
     model = built(lambda: nn.Sequential(nn.Linear(5, 3), _Bank(worker), nn.Linear(3, 3)))
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
-    for x, y in steps(optimizer, worker.batches(NUM_STEPS)):
-        mse_loss(model(x), y).backward()
-    return model
+    return fit(worker, model, batches=worker.batches(NUM_STEPS))

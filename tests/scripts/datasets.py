@@ -9,7 +9,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
 
 from .models import mlp_and_sgd, take_step
-from .registry import Refused, everywhere, script
+from .registry import refused, script
 from .worker import Worker, whole_batch
 
 NUM = 21
@@ -52,7 +52,7 @@ def _listing(worker: Worker) -> list[str]:
 
 
 def _other(cure: str) -> dict[str, Any]:
-    return everywhere(Refused("as many samples as that of rank 0, but different ones", cure=cure))
+    return refused("as many samples as that of rank 0, but different ones", cure=cure)
 
 
 @script("Files in the order of a directory", **_other("`sorted(os.listdir(...))`"))

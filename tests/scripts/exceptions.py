@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from .models import mlp_and_sgd, steps
-from .registry import Refused, everywhere, script
+from .registry import refused, script
 from .worker import Worker
 
 
@@ -24,8 +24,7 @@ class _OutOfMemory(torch.autograd.Function):
 @script("Out of memory in `backward()` on all ranks, caught, and a smaller batch tried")
 def out_of_memory_in_backward(worker: Worker) -> nn.Module:
     model, optimizer = mlp_and_sgd(worker)
-    for step, (x, y) in enumerate(worker.batches(10)):
-        optimizer.zero_grad()
+    for step, (x, y) in enumerate(steps(optimizer, worker.batches(10))):
         try:
             hidden = model[:2](x)
             if step in (2, 6):
@@ -34,23 +33,19 @@ def out_of_memory_in_backward(worker: Worker) -> nn.Module:
         except torch.OutOfMemoryError:
             optimizer.zero_grad()
             mse_loss(model(x[::2]), y[::2]).backward()
-        optimizer.step()
     return model
 
 
 @script(
     "Out of memory in `backward()` on one rank, caught, and the batch tried again",
-    **everywhere(
-        Refused(
-            "raised an exception in its backward pass",
-            "handle the exception on all ranks: all get the same error at once",
-        )
+    **refused(
+        "raised an exception in its backward pass",
+        "handle the exception on all ranks: all get the same error at once",
     ),
 )
 def out_of_memory_on_one_rank(worker: Worker) -> nn.Module:
     model, optimizer = mlp_and_sgd(worker)
-    for step, (x, y) in enumerate(worker.batches(10)):
-        optimizer.zero_grad()
+    for step, (x, y) in enumerate(steps(optimizer, worker.batches(10))):
         try:
             hidden = model[:2](x)
             if step == 2 and worker.rank == 1:
@@ -59,7 +54,6 @@ def out_of_memory_on_one_rank(worker: Worker) -> nn.Module:
         except torch.OutOfMemoryError:
             optimizer.zero_grad()
             mse_loss(model(x), y).backward()
-        optimizer.step()
     return model
 
 

@@ -5,8 +5,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.functional import mse_loss
 
-from .models import mlp, mlp_and_sgd, steps, train
-from .registry import Refused, everywhere, script
+from .models import fit, mlp, mlp_and_sgd, steps, train
+from .registry import refused, script
 from .worker import Worker
 
 
@@ -110,9 +110,7 @@ def hook_before_wrapping(worker: Worker) -> nn.Module:
     model = mlp()
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(_halve)
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
-    train(model, optimizer, worker.batches())
-    return model
+    return fit(worker, model)
 
 
 @script("A post-accumulate hook, registered after wrapping, scales `p.grad` in place")
@@ -186,11 +184,9 @@ def backward_for_some_inputs(worker: Worker) -> nn.Module:
 
 @script(
     "`backward(create_graph=True)` and the curvature along a vector, as AdaHessian does",
-    **everywhere(
-        Refused(
-            "which has no graph",
-            cure="take the gradients by `torch.autograd.grad(loss, parameters, create_graph=True)`",
-        )
+    **refused(
+        "which has no graph",
+        "take the gradients by `torch.autograd.grad(loss, parameters, create_graph=True)`",
     ),
 )
 def curvature(worker: Worker) -> nn.Module:
@@ -207,7 +203,7 @@ def curvature(worker: Worker) -> nn.Module:
 
 @script(
     "`optimizer.step()` inside `backward()`, one optimizer for each parameter",
-    **everywhere(Refused("Call step() after backward()", cure="call `step()` after `backward()`")),
+    **refused("Call step() after backward()", cure="call `step()` after `backward()`"),
 )
 def step_inside_backward(worker: Worker) -> nn.Module:
     model = mlp()

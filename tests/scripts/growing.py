@@ -6,24 +6,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
-from .models import blobs, layers, seeded
+from .models import blobs, layers, loader_of, seeded, steps
 from .registry import script
 from .worker import Worker
 
 
-def _loader(worker: Worker, *tensors: Tensor) -> DataLoader[Any]:
-    """The user's loader, shuffled, and the line of torchmn."""
-    loader = DataLoader(TensorDataset(*tensors), 8, shuffle=True, generator=seeded(1))
-    return worker.scatter_loader(loader)
-
-
 def _train(model: nn.Module, optimizer: Any, loader: Any) -> None:
-    for x, y in loader:
-        optimizer.zero_grad()
+    for x, y in steps(optimizer, loader):
         F.cross_entropy(model(x), y).backward()
-        optimizer.step()
 
 
 class _Scene(nn.Module):
@@ -62,7 +54,7 @@ def splatting(worker: Worker) -> nn.Module:
     scene = _Scene()
     groups = [{"params": [p], "name": name} for name, p in scene.named_parameters()]
     optimizer = worker.optimizer(torch.optim.Adam(groups, 0.02), scene)
-    slopes, loader = torch.zeros(5), _loader(worker, x, (12 * x).sin())
+    slopes, loader = torch.zeros(5), loader_of(worker, TensorDataset(x, (12 * x).sin()))
     for number, (own, wanted) in enumerate([*loader, *loader, *loader]):
         F.mse_loss(scene(own), wanted).backward()
         slopes += scene.place.grad.abs()
@@ -80,11 +72,11 @@ def splatting(worker: Worker) -> nn.Module:
 
 
 @script("Parameters replaced between `backward()` and `step()`, which then leaves them out")
-def replaced_before_step(worker: Worker) -> nn.Module:
+def replaced_beforestep_by(worker: Worker) -> nn.Module:
     scene, x = _Scene(), torch.rand(40, generator=seeded(2))
     groups = [{"params": [p], "name": name} for name, p in scene.named_parameters()]
     optimizer = worker.optimizer(torch.optim.Adam(groups, 0.02), scene)
-    for number, (own, wanted) in enumerate(_loader(worker, x, (12 * x).sin())):
+    for number, (own, wanted) in enumerate(loader_of(worker, TensorDataset(x, (12 * x).sin()))):
         F.mse_loss(scene(own), wanted).backward()
         if number == 2:
             _replace(scene, optimizer, lambda old: torch.cat([old, old]))
@@ -97,7 +89,7 @@ def replaced_before_step(worker: Worker) -> nn.Module:
 def appended(worker: Worker) -> nn.Module:
     (x, y), model = blobs(40), layers(6, 8, 3)
     optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), model)
-    loader = _loader(worker, x, y)
+    loader = loader_of(worker, TensorDataset(x, y))
     _train(model, optimizer, loader)
     new = layers(8, 8, seed=worker.rank)  # drawn: another one on each rank
     model.insert(2, new)
@@ -109,7 +101,7 @@ def appended(worker: Worker) -> nn.Module:
 @script("Two phases: a new head with an optimizer, then the body, unfrozen, by `add_param_group`")
 def unfrozen_later(worker: Worker) -> nn.Module:
     (x, y), model = blobs(40), layers(6, 8, 5)
-    loader = _loader(worker, x, y)
+    loader = loader_of(worker, TensorDataset(x, y))
     _train(model, worker.optimizer(torch.optim.Adam(model.parameters(), 1e-2), model), loader)
     model[2] = layers(8, 3)
     model[0].requires_grad_(False)
@@ -129,17 +121,15 @@ def layer_by_layer(worker: Worker) -> nn.Module:
         coder, decoder = layers(*sizes), layers(*sizes[::-1])
         both = nn.Sequential(coder, nn.Tanh(), decoder)
         optimizer = worker.optimizer(torch.optim.Adam(both.parameters(), 1e-2), both)
-        for (own,) in _loader(worker, codes):
-            optimizer.zero_grad()
+        for (own,) in steps(optimizer, loader_of(worker, TensorDataset(codes))):
             F.mse_loss(both(own), own).backward()
-            optimizer.step()
         trained += [coder, nn.Tanh()]
         with torch.no_grad():
             codes = both[:2](codes)
     model = nn.Sequential(*trained, layers(4, 3))
     optimizer = worker.optimizer(torch.optim.Adam(model[4].parameters(), 1e-2), model)
     optimizer.add_param_group({"params": model[:4].parameters(), "lr": 1e-3})
-    _train(model, optimizer, _loader(worker, x, y))
+    _train(model, optimizer, loader_of(worker, TensorDataset(x, y)))
     return model
 
 
@@ -147,10 +137,10 @@ def layer_by_layer(worker: Worker) -> nn.Module:
 def more_classes(worker: Worker) -> nn.Module:
     (x, y), model = blobs(40), layers(6, 8, 2)
     optimizer = worker.optimizer(torch.optim.Adam(model.parameters(), 1e-2), model)
-    _train(model, optimizer, _loader(worker, x[y < 2], y[y < 2]))
+    _train(model, optimizer, loader_of(worker, TensorDataset(x[y < 2], y[y < 2])))
     old, model[2] = model[2], layers(8, 3)
     with torch.no_grad():
         model[2][0].weight[:2] = old.weight
     optimizer.add_param_group({"params": model[2].parameters()})
-    _train(model, optimizer, _loader(worker, x, y))
+    _train(model, optimizer, loader_of(worker, TensorDataset(x, y)))
     return model

@@ -6,8 +6,8 @@ from torch.nn.functional import mse_loss
 from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
-from .models import built, convolutions, mlp, mlp_and_sgd, steps, take_step, train
-from .registry import Refused, everywhere, script
+from .models import built, convolutions, fit, mlp, mlp_and_sgd, steps, take_step, train
+from .registry import refused, script
 from .worker import Worker
 
 
@@ -16,18 +16,14 @@ def weight_normalised(worker: Worker) -> nn.Module:
     model = mlp()
     weight_norm(model[0])
     weight_norm(model[4])
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
-    train(model, optimizer, worker.batches())
-    return model
+    return fit(worker, model)
 
 
 @script("`spectral_norm`")
 def spectrally_normalised(worker: Worker) -> nn.Module:
     model = mlp()
     built(lambda: spectral_norm(model[2]))
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
-    train(model, optimizer, worker.batches())
-    return model
+    return fit(worker, model)
 
 
 @script("Dropout by a mask that the script makes for the whole batch")
@@ -174,16 +170,12 @@ def pruned(worker: Worker) -> nn.Module:
 def lazy_layers(worker: Worker) -> nn.Module:
     model = built(lambda: nn.Sequential(nn.LazyLinear(6), nn.Tanh(), nn.LazyLinear(3)))
     built(lambda: model(torch.zeros(1, 5)))
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
-    train(model, optimizer, worker.batches())
-    return model
+    return fit(worker, model)
 
 
 @script(
     "Lazy layers, wrapped before their first forward pass",
-    **everywhere(
-        Refused("not initialized", cure="run one batch through the model first", on_one_rank=True)
-    ),
+    **refused("not initialized", cure="run one batch through the model first", on_one_rank=True),
 )
 def lazy_layers_wrapped_too_early(worker: Worker) -> nn.Module:
     model = built(lambda: nn.Sequential(nn.LazyLinear(6), nn.Tanh(), nn.LazyLinear(3)))

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss, normalize
 
-from .models import built, mlp, mlp_and_sgd, steps
-from .registry import Refused, everywhere, script
+from .models import built, fit, mlp, mlp_and_sgd, steps
+from .registry import refused, script
 from .worker import Worker
 
 
@@ -15,10 +15,8 @@ def _penalty(model: nn.Module) -> Tensor:
 
 @script("A mean over samples, and a penalty on the parameters")
 def mean_and_penalty(worker: Worker) -> nn.Module:
-    model, optimizer = mlp_and_sgd(worker)
-    for x, y in steps(optimizer, worker.batches()):
-        (mse_loss(model(x), y) + _penalty(model)).backward()
-    return model
+    model = mlp()
+    return fit(worker, model, loss=lambda x, y: mse_loss(model(x), y) + _penalty(model))
 
 
 @script('`reduction="sum"`, and a penalty on the parameters, divided by the number of ranks')
@@ -186,12 +184,10 @@ def reduced_to_be_printed(worker: Worker) -> nn.Module:
 
 @script(
     "A loss that holds the result of `comm.allreduce` of what is trained",
-    **everywhere(
-        Refused(
-            "comm.allreduce was given a tensor that requires a gradient",
-            cure="`torchmn.functions.allreduce`, or `detach()` for a constant",
-            on_one_rank=True,
-        )
+    **refused(
+        "comm.allreduce was given a tensor that requires a gradient",
+        cure="`torchmn.functions.allreduce`, or `detach()` for a constant",
+        on_one_rank=True,
     ),
 )
 def reduced_in_the_loss(worker: Worker) -> nn.Module:

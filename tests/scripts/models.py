@@ -10,10 +10,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader
 
 from .worker import NUM_INPUTS, NUM_OUTPUTS, Worker
 
 Built = TypeVar("Built")
+Model = TypeVar("Model", bound=nn.Module)
 _BUILDING = threading.Lock()
 
 
@@ -109,3 +111,45 @@ def train(
     """One step for each batch."""
     for x, y in batches:
         take_step(model, optimizer, x, y)
+
+
+def closure_of(optimizer: Any, loss: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """What optimizers call that evaluate a batch as often as they need."""
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        value = loss()
+        value.backward()
+        return value
+
+    return closure
+
+
+def fit(
+    worker: Worker,
+    model: Model,
+    inner: torch.optim.Optimizer | None = None,
+    *,
+    batches: Iterable[tuple[Tensor, Tensor]] | None = None,
+    loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+    **options: Any,
+) -> Model:
+    """The model after the plain loop: by default with SGD, mean squares, and whole batches."""
+    inner = inner or torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = worker.optimizer(inner, model, **options)
+    for x, y in steps(optimizer, worker.batches() if batches is None else batches):
+        (loss(x, y) if loss else mse_loss(model(x), y)).backward()
+    return model
+
+
+def loader_of(worker: Worker, dataset: Any, batch_size: int = 8, **options: Any) -> DataLoader[Any]:
+    """The user's loader, shuffled, and the line of torchmn."""
+    loader = DataLoader(dataset, batch_size, shuffle=True, generator=seeded(1), **options)
+    return worker.scatter_loader(loader)
+
+
+def step_by(optimizer: Any, loss: Tensor) -> None:
+    """The step of a loss that was computed before gradients are cleared."""
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()

@@ -8,7 +8,7 @@ from torch.nn.functional import mse_loss
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from .memory import _images
-from .models import built, steps, take_step, train
+from .models import built, fit, steps, take_step, train
 from .registry import script
 from .worker import Worker
 
@@ -44,18 +44,14 @@ def _convolutions() -> nn.Sequential:
 @script("Batch normalization over ranks, statistics included")
 def normalized_over_ranks(worker: Worker) -> nn.Module:
     model = worker.across_ranks(_normalized())
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), model)
-    train(model, optimizer, worker.batches())
-    return model
+    return fit(worker, model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
 
 
 @script('Uneven batches of it, `weight="samples"` and `loss_weight="samples"`')
 def normalized_uneven_batches(worker: Worker) -> nn.Module:
     model = worker.across_ranks(_normalized(), loss_weight="samples")
     sgd = torch.optim.SGD(model.parameters(), 0.1)
-    optimizer = worker.optimizer(sgd, model, weight="samples")
-    train(model, optimizer, worker.uneven_batches())
-    return model
+    return fit(worker, model, sgd, batches=worker.uneven_batches(), weight="samples")
 
 
 @script("Images in channels last, `AdamW`, converted after the optimizer was made")
@@ -63,10 +59,8 @@ def normalized_channels_last(worker: Worker) -> nn.Module:
     model = _convolutions().to(memory_format=torch.channels_last)
     adam = torch.optim.AdamW(model.parameters(), 0.01)
     worker.across_ranks(model)
-    optimizer = worker.optimizer(adam, model)
-    for x, y in steps(optimizer, worker.batches()):
-        mse_loss(model(_images(x).to(memory_format=torch.channels_last)), y).backward()
-    return model
+    images = ((_images(x).to(memory_format=torch.channels_last), y) for x, y in worker.batches())
+    return fit(worker, model, adam, batches=images)
 
 
 @script("Accumulation of its gradients under `no_sync`")
@@ -74,12 +68,10 @@ def normalized_accumulation(worker: Worker) -> nn.Module:
     model = worker.across_ranks(_normalized())
     optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
     batches = list(worker.batches())
-    for first, second in zip(batches[::2], batches[1::2], strict=True):
-        optimizer.zero_grad()
+    for first, second in steps(optimizer, zip(batches[::2], batches[1::2], strict=True)):
         with worker.no_sync(optimizer):
             (mse_loss(model(first[0]), first[1]) / 2).backward()
         (mse_loss(model(second[0]), second[1]) / 2).backward()
-        optimizer.step()
     return model
 
 
@@ -126,9 +118,7 @@ def normalized_frozen(worker: Worker) -> nn.Module:
     model = worker.across_ranks(_normalized())
     model[1].eval().requires_grad_(False)
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = worker.optimizer(torch.optim.SGD(trained, 0.1), model)
-    train(model, optimizer, worker.batches())
-    return model
+    return fit(worker, model, torch.optim.SGD(trained, 0.1))
 
 
 @script("Its state loaded into a plain model in the middle, which then continues")
@@ -197,11 +187,9 @@ def normalized_weighted_accumulation(worker: Worker) -> nn.Module:
     model = worker.across_ranks(_normalized())
     optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
     batches = list(worker.uneven_batches())
-    for pair in zip(batches[::2], batches[1::2], strict=True):
-        optimizer.zero_grad()
+    for pair in steps(optimizer, zip(batches[::2], batches[1::2], strict=True)):
         for x, y in pair:
             loss, weight = _weighted(model(x), y)
             worker.set_weight(optimizer, weight)
             (loss / 2).backward()
-        optimizer.step()
     return model

@@ -10,16 +10,14 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.optim import Optimizer
 
-from .models import mlp, mlp_and_sgd, take_step, train
-from .registry import Refused, everywhere, script
+from .models import fit, mlp, mlp_and_sgd, take_step, train
+from .registry import refused, script
 from .worker import Worker, whole_batch
 
 
 def _train(worker: Worker, make: Callable[[Iterable[Tensor]], Optimizer]) -> nn.Module:
     model = mlp()
-    optimizer = worker.optimizer(make(model.parameters()), model)
-    train(model, optimizer, worker.batches())
-    return model
+    return fit(worker, model, make(model.parameters()))
 
 
 @script("`SGD` with Nesterov momentum, weight decay, and foreach")
@@ -127,9 +125,7 @@ def optimizer_deleted(worker: Worker) -> nn.Module:
     worker.flush(optimizer)
     del optimizer
     gc.collect()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.05), model)
-    train(model, optimizer, worker.batches())
-    return model
+    return fit(worker, model, torch.optim.SGD(model.parameters(), 0.05))
 
 
 @script("Two optimizers for two parts of a model, both stepped after one `backward()`")
@@ -163,11 +159,9 @@ def two_optimizers_in_turns(worker: Worker) -> nn.Module:
 
 @script(
     "Two optimizers that share a layer, used in turns",
-    **everywhere(
-        Refused(
-            "only one multi-node optimizer can exchange the gradient of a parameter",
-            cure="make one optimizer with several parameter groups",
-        )
+    **refused(
+        "only one multi-node optimizer can exchange the gradient of a parameter",
+        cure="make one optimizer with several parameter groups",
     ),
 )
 def two_optimizers_that_share(worker: Worker) -> list[nn.Module]:
@@ -229,9 +223,7 @@ def wrapped_after_some_steps(worker: Worker) -> nn.Module:
         adam.zero_grad()
         mse_loss(model(x), y).backward()
         adam.step()
-    optimizer = worker.optimizer(adam, model)
-    train(model, optimizer, worker.batches())
-    return model
+    return fit(worker, model, adam)
 
 
 @script("The state continues in a plain optimizer, after `close()`")
@@ -252,7 +244,7 @@ def state_in_a_plain_optimizer(worker: Worker) -> nn.Module:
 
 @script(
     "`copy.deepcopy(optimizer)`",
-    **everywhere(Refused("cannot be copied", cure="copy its `state_dict()`", on_one_rank=True)),
+    **refused("cannot be copied", cure="copy its `state_dict()`", on_one_rank=True),
 )
 def optimizer_copied(worker: Worker) -> nn.Module:
     model, optimizer = mlp_and_sgd(worker, momentum=0.9)

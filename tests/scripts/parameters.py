@@ -8,7 +8,7 @@ from torch.func import functional_call
 from torch.nn.functional import mse_loss
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 
-from .models import built, mlp, mlp_and_sgd, steps, take_step, train
+from .models import built, closure_of, fit, mlp, mlp_and_sgd, steps, take_step
 from .registry import script
 from .worker import Worker
 
@@ -161,9 +161,7 @@ def inner_steps_of_tasks(worker: Worker) -> nn.Module:
 @script("Every rank starts from parameters of its own: those of rank 0 are taken")
 def initialised_apart(worker: Worker) -> nn.Module:
     model = mlp(seed=worker.rank)
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
-    train(model, optimizer, worker.batches())
-    return model
+    return fit(worker, model)
 
 
 @script("Loaded again in the middle: `model.load_state_dict()` of an earlier state, by all ranks")
@@ -214,9 +212,7 @@ class _Transposed(nn.Module):
 @script("Parameters that are transposed or strided views")
 def strided_parameters(worker: Worker) -> nn.Module:
     model = built(_Transposed)
-    optimizer = worker.optimizer(torch.optim.Adam(model.parameters(), 0.05), model)
-    train(model, optimizer, worker.batches())
-    return model
+    return fit(worker, model, torch.optim.Adam(model.parameters(), 0.05))
 
 
 @script("Style transfer: an image is trained by `LBFGS`, the model is frozen")
@@ -225,13 +221,7 @@ def trained_image(worker: Worker) -> Tensor:
     image = torch.linspace(-1, 1, 5).requires_grad_(True)
     optimizer = worker.optimizer(torch.optim.LBFGS([image], 0.1, max_iter=3), image)
     for x, y in worker.batches(3):
-
-        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
-            optimizer.zero_grad()
-            loss = mse_loss(features(x * image), y)
-            loss.backward()
-            return loss
-
+        closure = closure_of(optimizer, lambda x=x, y=y: mse_loss(features(x * image), y))
         worker.log("loss", optimizer.step(closure))
     return image
 

@@ -1,13 +1,14 @@
 """Several passes per step."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
-from .models import built, mlp, mlp_and_sgd, steps, train
+from .models import built, closure_of, fit, mlp, mlp_and_sgd, steps
 from .registry import script
 from .worker import Worker
 
@@ -89,19 +90,15 @@ def sharpness_aware(worker: Worker) -> nn.Module:
 
 @script("LBFGS with a closure and a line search")
 def lbfgs(worker: Worker) -> nn.Module:
+    return _lbfgs(worker, worker.batches(4), line_search_fn="strong_wolfe")
+
+
+def _lbfgs(worker: Worker, batches: Any, weight: Any = None, **options: Any) -> nn.Module:
     model = mlp()
-    inner = torch.optim.LBFGS(
-        model.parameters(), 0.5, max_iter=4, history_size=5, line_search_fn="strong_wolfe"
-    )
-    optimizer = worker.optimizer(inner, model)
-    for x, y in worker.batches(4):
-
-        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
-            optimizer.zero_grad()
-            loss = mse_loss(model(x), y)
-            loss.backward()
-            return loss
-
+    inner = torch.optim.LBFGS(model.parameters(), 0.5, max_iter=4, history_size=5, **options)
+    optimizer = worker.optimizer(inner, model, weight=weight)
+    for x, y in batches:
+        closure = closure_of(optimizer, lambda x=x, y=y: mse_loss(model(x), y))
         worker.log("loss", optimizer.step(closure))
     return model
 
@@ -155,11 +152,9 @@ def reentrant_checkpointing(worker: Worker) -> nn.Module:
 @script("Activation checkpointing with `use_reentrant=True`, a part of the model in a segment")
 def reentrant_checkpointing_of_a_part(worker: Worker) -> nn.Module:
     model, optimizer = mlp_and_sgd(worker)
-    for x, y in worker.batches():
-        optimizer.zero_grad()
+    for x, y in steps(optimizer, worker.batches()):
         hidden = checkpoint(model[1:], model[0](x), use_reentrant=True)
         mse_loss(hidden, y).backward()
-        optimizer.step()
     return model
 
 
@@ -175,26 +170,14 @@ def reentrant_checkpointing_of_a_shared_layer(worker: Worker) -> nn.Module:
 
 @script('Batches of different sizes on the ranks, `weight="samples"`')
 def uneven_batches(worker: Worker) -> nn.Module:
-    model, optimizer = mlp_and_sgd(worker, momentum=0.9, weight="samples")
-    train(model, optimizer, worker.uneven_batches())
-    return model
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    return fit(worker, model, sgd, batches=worker.uneven_batches(), weight="samples")
 
 
 @script('LBFGS with a closure, batches of different sizes, `weight="samples"`')
 def lbfgs_weighted_by_samples(worker: Worker) -> nn.Module:
-    model = mlp()
-    inner = torch.optim.LBFGS(model.parameters(), 0.5, max_iter=4, history_size=5)
-    optimizer = worker.optimizer(inner, model, weight="samples")
-    for x, y in worker.uneven_batches(4):
-
-        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
-            optimizer.zero_grad()
-            loss = mse_loss(model(x), y)
-            loss.backward()
-            return loss
-
-        worker.log("loss", optimizer.step(closure))
-    return model
+    return _lbfgs(worker, worker.uneven_batches(4), weight="samples")
 
 
 @script("A graph cut in two: the head's pass first, then the body's with its gradient")
@@ -210,12 +193,10 @@ def graph_cut_in_two_weighted_by_samples(worker: Worker) -> nn.Module:
 def _train_cut(worker: Worker, weight: str, batches: Iterable[tuple[Tensor, Tensor]]) -> nn.Module:
     model = _Cut()
     optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model, weight=weight)
-    for x, y in batches:
-        optimizer.zero_grad()
+    for x, y in steps(optimizer, batches):
         hidden, cut, outputs = model(x)
         mse_loss(outputs, y).backward()
         hidden.backward(cut.grad)
-        optimizer.step()
     return model
 
 

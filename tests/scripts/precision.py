@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from .models import built, mlp, mlp_and_sgd, steps, train
+from .models import built, fit, mlp, mlp_and_sgd, steps
 from .registry import script
 from .worker import Worker
 
@@ -93,6 +93,4 @@ class _Spectrum(nn.Module):
 @script("Complex, empty and scalar parameters")
 def complex_and_empty(worker: Worker) -> nn.Module:
     model = built(_Spectrum)
-    optimizer = worker.optimizer(torch.optim.Adam(model.parameters(), 0.05), model)
-    train(model, optimizer, worker.batches())
-    return model
+    return fit(worker, model, torch.optim.Adam(model.parameters(), 0.05))

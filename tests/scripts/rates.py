@@ -8,7 +8,7 @@ from torch.nn.functional import mse_loss
 from torch.optim import Optimizer, lr_scheduler
 
 from .models import mlp, mlp_and_sgd, take_step
-from .registry import Refused, everywhere, script
+from .registry import refused, script
 from .worker import NUM_STEPS, Worker
 
 
@@ -111,9 +111,7 @@ def scheduler_made_before_wrapping(worker: Worker) -> nn.Module:
 
 @script(
     "`ReduceLROnPlateau` on the loss of each rank's own samples",
-    **everywhere(
-        Refused("the learning rates of the ranks differ", cure="`comm.sum_over_ranks(loss_sum, n)`")
-    ),
+    **refused("the learning rates of the ranks differ", cure="`comm.sum_over_ranks(loss_sum, n)`"),
 )
 def plateau_of_own_loss(worker: Worker) -> nn.Module:
     model, optimizer = mlp_and_sgd(worker)

@@ -69,9 +69,9 @@ class Script:
         return outcome
 
 
-def everywhere(outcome: Outcome) -> dict[str, Outcome]:
-    """The same outcome for every schedule."""
-    return dict.fromkeys(SCHEDULES, outcome)
+def refused(text: str, cure: str, *, on_one_rank: bool = False) -> dict[str, Outcome]:
+    """A refusal under every schedule."""
+    return dict.fromkeys(SCHEDULES, Refused(text, cure, on_one_rank))
 
 
 SCRIPTS: dict[str, list[Script]] = {}  # by the module that holds them

@@ -16,17 +16,11 @@ from torch.nn.utils.rnn import (
 from torch.optim.lr_scheduler import PolynomialLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from .models import blobs, built, layers, seeded
+from .models import blobs, built, layers, loader_of, seeded, steps
 from .registry import script
 from .worker import Worker
 
 Boxes = dict[str, Tensor]
-
-
-def _loader(worker: Worker, data: Any, batch_size: int, **options: Any) -> DataLoader[Any]:
-    """The user's loader, shuffled, and the line of torchmn."""
-    loader = DataLoader(data, batch_size, shuffle=True, generator=seeded(1), **options)
-    return worker.scatter_loader(loader)
 
 
 def _images_with_boxes(num: int) -> list[tuple[Tensor, Boxes]]:
@@ -78,7 +72,7 @@ class _Detector(nn.Module):
 @script("Detection: boxes in lists of different lengths, anchors, hard negatives of each image")
 def detection(worker: Worker) -> nn.Module:
     data = _images_with_boxes(15)
-    loader = _loader(worker, data, 4, collate_fn=lambda batch: tuple(zip(*batch, strict=True)))
+    loader = loader_of(worker, data, 4, collate_fn=lambda batch: tuple(zip(*batch, strict=True)))
     model = built(_Detector)
     optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.05, momentum=0.9), model)
     for _ in range(2):
@@ -96,7 +90,7 @@ def segmentation(worker: Worker) -> nn.Module:
     y = (x.sum(1) > 0).long() + (x[:, 0] > 1).long()
     y[torch.rand(y.shape, generator=seeded(3)) < 0.3] = 255
     y[::3, :4] = 255
-    train = _loader(worker, TensorDataset(x[:14], y[:14]), 4)
+    train = loader_of(worker, TensorDataset(x[:14], y[:14]), 4)
     test = worker.scatter_loader(DataLoader(TensorDataset(x[14:], y[14:]), 4))
     model = built(
         lambda: nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.GroupNorm(2, 6), nn.Conv2d(6, 3, 1))
@@ -145,17 +139,15 @@ def speech(worker: Worker) -> nn.Module:
         (torch.randn(n, 5, generator=g), torch.randint(1, 6, (m,), generator=g))
         for n, m in zip(long.tolist(), short.tolist(), strict=True)
     ]
-    loader = _loader(worker, data, 4, collate_fn=_utterances)
+    loader = loader_of(worker, data, 4, collate_fn=_utterances)
     model = built(_Listener)
     optimizer = worker.optimizer(torch.optim.AdamW(model.parameters(), 1e-2), model)
     for _ in range(2):
-        for x, y, x_lengths, y_lengths in loader:
-            optimizer.zero_grad()
+        for x, y, x_lengths, y_lengths in steps(optimizer, loader):
             worker.set_weight(optimizer, len(x_lengths))
             loss = F.ctc_loss(model(x, x_lengths), y, x_lengths, y_lengths, zero_infinity=True)
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 5.0)
-            optimizer.step()
     return model
 
 
@@ -221,7 +213,7 @@ def translation(worker: Worker) -> list[nn.Module]:
     for length in torch.randint(2, 6, (22,), generator=g).tolist():
         source = torch.randint(3, 9, (length,), generator=g)
         data.append((source, torch.cat([source.flip(0), torch.tensor([2])])))
-    loader = _loader(worker, data, 6, collate_fn=_packed)
+    loader = loader_of(worker, data, 6, collate_fn=_packed)
     encoder, decoder = built(_Encoder), built(_Decoder)
     both = (encoder, decoder)
     optimizers = [worker.optimizer(torch.optim.Adam(m.parameters(), 1e-2), m) for m in both]
@@ -264,7 +256,7 @@ def word2vec(worker: Worker) -> nn.Module:
         far = [torch.randint(30, (4,), generator=seeded(31 * a + b)) for a, b in batch]
         return *torch.tensor(batch).T, torch.stack(far)
 
-    loader = _loader(worker, pairs, 16, collate_fn=collate)
+    loader = loader_of(worker, pairs, 16, collate_fn=collate)
     model = built(_SkipGram)
     optimizer = worker.optimizer(torch.optim.SparseAdam(model.parameters(), 1e-2), model)
     for number, batch in enumerate([*loader, *loader]):
@@ -292,16 +284,14 @@ class _Windows(Dataset[tuple[Tensor, Tensor]]):
 @script("Forecasting: sliding windows, `ReduceLROnPlateau` on errors of a later part of the series")
 def forecasting(worker: Worker) -> nn.Module:
     series = (0.3 * torch.arange(120)).sin() + 0.1 * torch.randn(120, generator=seeded(2))
-    train = _loader(worker, _Windows(series[:80]), 32)
+    train = loader_of(worker, _Windows(series[:80]), 32)
     test = worker.scatter_loader(DataLoader(_Windows(series[68:]), 16))
     model = layers(12, 8, 3)
     optimizer = worker.optimizer(torch.optim.RMSprop(model.parameters(), 1e-2), model)
     scheduler = ReduceLROnPlateau(optimizer, patience=0, threshold=0.3)
     for _ in range(3):
-        for x, y in train:
-            optimizer.zero_grad()
+        for x, y in steps(optimizer, train):
             F.huber_loss(model(x), y).backward()
-            optimizer.step()
         squares, num = 0.0, 0
         with torch.no_grad():
             for x, y in test:
@@ -369,7 +359,7 @@ def sampled_neighbours(worker: Worker) -> nn.Module:
         places = torch.tensor([[place[int(n)] for n in neighbours[node]] for node in nodes])
         return x[[*place]], places, y[nodes]
 
-    loader = _loader(worker, range(42), 8, collate_fn=collate)
+    loader = loader_of(worker, range(42), 8, collate_fn=collate)
     model = built(_Neighbours)
     optimizer = worker.optimizer(torch.optim.Adam(model.parameters(), 1e-2), model)
     for values, places, labels in [*loader, *loader]:
@@ -407,7 +397,7 @@ def molecules(worker: Worker) -> nn.Module:
     g = seeded(2)
     sizes = torch.randint(2, 6, (20,), generator=g).tolist()
     data = [torch.randn(size, 3, generator=g) for size in sizes]
-    loader = _loader(worker, data, 6, collate_fn=_molecules)
+    loader = loader_of(worker, data, 6, collate_fn=_molecules)
     model = _Potential()
     inner = torch.optim.Adam(model.parameters(), 1e-2, amsgrad=True)
     optimizer = worker.optimizer(inner, model, reduction="sum")

@@ -9,27 +9,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
-from .models import blobs, layers, seeded
+from .models import blobs, closure_of, layers, loader_of, seeded, step_by
 from .registry import script
 from .worker import Worker
-
-
-def _loader(worker: Worker, *tensors: Tensor, batch_size: int = 8) -> DataLoader[Any]:
-    """The user's loader, shuffled, and the line of torchmn."""
-    data = TensorDataset(*tensors)
-    return worker.scatter_loader(DataLoader(data, batch_size, shuffle=True, generator=seeded(1)))
 
 
 def _views(num: int) -> tuple[Tensor, Tensor]:
     """Two distorted views of each sample, ``(num, 6)``."""
     x, noise = blobs(num)[0], torch.randn(2, num, 6, generator=seeded(3))
     return x + 0.3 * noise[0], x + 0.3 * noise[1]
-
-
-def _step(optimizer: Any, loss: Tensor) -> None:
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
 
 
 @torch.no_grad()
@@ -62,9 +50,9 @@ def moco(worker: Worker) -> nn.Module:
     model = _Contrast(worker)
     inner = torch.optim.SGD(model.queries.parameters(), 0.1, momentum=0.9)
     optimizer = worker.optimizer(inner, model)
-    loader = _loader(worker, *_views(30))
+    loader = loader_of(worker, TensorDataset(*_views(30)))
     for x, other in [*loader, *loader]:
-        _step(optimizer, model(x, other))
+        step_by(optimizer, model(x, other))
     return model
 
 
@@ -73,14 +61,14 @@ def dino(worker: Worker) -> list[nn.Module]:
     student, teacher = layers(6, 8, 5), layers(6, 8, 5).requires_grad_(False)
     optimizer = worker.optimizer(torch.optim.AdamW(student.parameters(), 1e-2), student)
     center = torch.zeros(5)
-    loader = _loader(worker, *_views(30))
+    loader = loader_of(worker, TensorDataset(*_views(30)))
     for views in [*loader, *loader]:
         wanted = [teacher(view) for view in views]
         losses = []
         for view, target in zip(views, reversed(wanted), strict=True):
             target = ((target - center) / 0.2).softmax(1)
             losses.append(-(target * (student(view) / 0.5).log_softmax(1)).sum(1).mean())
-        _step(optimizer, torch.stack(losses).mean())
+        step_by(optimizer, torch.stack(losses).mean())
         _follow(teacher, student, 0.9)
         num, sums = worker.sum_over_ranks(2 * len(views[0]), torch.cat(wanted).sum(0))
         center = 0.9 * center + 0.1 * sums / num
@@ -118,7 +106,7 @@ def triplets(worker: Worker) -> nn.Module:
         is_same = labels[:, None] == labels
         far = distances.masked_fill(~is_same, -1).max(1).values
         near = distances.masked_fill(is_same, 9).min(1).values
-        _step(optimizer, (far - near + 0.3).relu().mean())
+        step_by(optimizer, (far - near + 0.3).relu().mean())
     return model
 
 
@@ -139,11 +127,11 @@ def clip(worker: Worker) -> nn.Module:
     matrices = [p for p in model.parameters() if p.dim()]
     groups = [{"params": [model.scale], "weight_decay": 0.0}, {"params": matrices}]
     optimizer = worker.optimizer(torch.optim.AdamW(groups, 1e-2), model, weight="rank")
-    loader = _loader(worker, x[:, :4], x[:, 4:], batch_size=9)
+    loader = loader_of(worker, TensorDataset(x[:, :4], x[:, 4:]), 9)
     for batch in [*loader, *loader]:
         image, text = (worker.gather_with_gradient(each) for each in model(*batch))
         scores, pairs = model.scale.exp() * image @ text.T, torch.arange(len(image))
-        _step(optimizer, F.cross_entropy(scores, pairs) + F.cross_entropy(scores.T, pairs))
+        step_by(optimizer, F.cross_entropy(scores, pairs) + F.cross_entropy(scores.T, pairs))
         with torch.no_grad():
             model.scale.clamp_(0, 2.6)
     return model
@@ -154,13 +142,13 @@ def memory_bank(worker: Worker) -> nn.Module:
     model = layers(6, 8, 4)
     optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
     bank, bank_labels = torch.zeros(0, 4), torch.zeros(0, dtype=torch.long)
-    for x, y in _loader(worker, *blobs(60)):
+    for x, y in loader_of(worker, TensorDataset(*blobs(60))):
         outputs = F.normalize(model(x), dim=1)
         bank = torch.cat([bank, worker.gather(outputs.detach())])[-24:]
         bank_labels = torch.cat([bank_labels, worker.gather(y)])[-24:]
         distances, is_same = 1 - outputs @ bank.T, y[:, None] == bank_labels
         attracted = (distances * is_same).sum(1) / is_same.sum(1)
-        _step(optimizer, (attracted + ((0.5 - distances).relu() * ~is_same).sum(1)).mean())
+        step_by(optimizer, (attracted + ((0.5 - distances).relu() * ~is_same).sum(1)).mean())
     return model
 
 
@@ -172,15 +160,15 @@ def critic_and_generator(worker: Worker) -> list[nn.Module]:
         for m in (generator, critic)
     ]
     noise, shares = torch.randn(50, 4, generator=seeded(2)), torch.rand(50, 1, generator=seeded(3))
-    loader = _loader(worker, blobs(50)[0], noise, shares)
+    loader = loader_of(worker, TensorDataset(blobs(50)[0], noise, shares))
     for number, (x, z, share) in enumerate(loader):
         made = generator(z).detach()
         between = (share * x + (1 - share) * made).requires_grad_()
         (slopes,) = torch.autograd.grad(critic(between).sum(), between, create_graph=True)
         penalty = (slopes.norm(dim=1) - 1).square().mean()
-        _step(optimizers[1], critic(made).mean() - critic(x).mean() + 10 * penalty)
+        step_by(optimizers[1], critic(made).mean() - critic(x).mean() + 10 * penalty)
         if number % 3 == 2:
-            _step(optimizers[0], -critic(generator(z)).mean())
+            step_by(optimizers[0], -critic(generator(z)).mean())
     return [generator, critic]
 
 
@@ -200,11 +188,11 @@ def vae(worker: Worker) -> nn.Module:
     model = _Autoencoder()
     inner = torch.optim.Adam(model.parameters(), 1e-2)
     optimizer = worker.optimizer(inner, model, reduction="sum")
-    loader = _loader(worker, blobs(37)[0], torch.randn(37, 3, generator=seeded(2)))
+    loader = loader_of(worker, TensorDataset(blobs(37)[0], torch.randn(37, 3, generator=seeded(2))))
     for number, (x, noise) in enumerate([*loader, *loader]):
         decoded, divergence = model(x, noise)
         loss = (decoded - x).square().sum() + min(1, number / 6) * divergence.clamp(min=0.05).sum()
-        _step(optimizer, loss)
+        step_by(optimizer, loss)
         worker.log("loss", worker.sum_over_ranks(loss.item(), 0)[0])
     return model
 
@@ -233,8 +221,8 @@ def first_batch(worker: Worker) -> nn.Module:
     with torch.no_grad():
         model(x[:10])
     optimizer = worker.optimizer(torch.optim.Adam(model.parameters(), 1e-2), model)
-    for own, labels in _loader(worker, x, y):
-        _step(optimizer, F.cross_entropy(model(own), labels))
+    for own, labels in loader_of(worker, TensorDataset(x, y)):
+        step_by(optimizer, F.cross_entropy(model(own), labels))
     return model
 
 
@@ -303,8 +291,8 @@ class _Equilibrium(nn.Module):
 
 def _classify(worker: Worker, model: nn.Module) -> nn.Module:
     optimizer = worker.optimizer(torch.optim.Adam(model.parameters(), 1e-2), model)
-    for x, y in _loader(worker, *blobs(37)):
-        _step(optimizer, F.cross_entropy(model(x), y))
+    for x, y in loader_of(worker, TensorDataset(*blobs(37))):
+        step_by(optimizer, F.cross_entropy(model(x), y))
     return model
 
 
@@ -364,7 +352,7 @@ def ppo(worker: Worker) -> nn.Module:
         reward = torch.where(action == (states[:, 0] > 0), 1.0, -1.0)
         advantage = reward - value[:, 0]
         advantage = (advantage - advantage.mean()) / advantage.std()
-        loader = _loader(worker, states, action, old, advantage, reward)
+        loader = loader_of(worker, TensorDataset(states, action, old, advantage, reward))
         for x, taken, before, gain, target in [*loader, *loader]:
             scores, value = model(x).split([2, 1], 1)
             now = scores.log_softmax(1).gather(1, taken[:, None])[:, 0]
@@ -374,7 +362,7 @@ def ppo(worker: Worker) -> nn.Module:
                 break
             ratio = (now - before).exp()
             gains = torch.min(ratio * gain, ratio.clamp(0.8, 1.2) * gain)
-            _step(optimizer, F.mse_loss(value[:, 0], target) - gains.mean())
+            step_by(optimizer, F.mse_loss(value[:, 0], target) - gains.mean())
     return model
 
 
@@ -420,16 +408,11 @@ def physics(worker: Worker) -> nn.Module:
         return _residual(model, own) + model(border).square().mean()
 
     optimizer = worker.optimizer(torch.optim.Adam(model.parameters(), 1e-2), model)
-    for (own,) in _loader(worker, points):
-        _step(optimizer, loss(own))
+    for (own,) in loader_of(worker, TensorDataset(points)):
+        step_by(optimizer, loss(own))
     worker.close(optimizer)
     optimizer = worker.optimizer(torch.optim.LBFGS(model.parameters(), max_iter=4), model)
 
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        value = loss(points[list(worker.share(21))])
-        value.backward()
-        return value
-
+    closure = closure_of(optimizer, lambda: loss(points[list(worker.share(21))]))
     worker.log("loss", optimizer.step(closure))
     return model

@@ -7,28 +7,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
-from .models import blobs, layers, seeded
+from .models import blobs, layers, loader_of, seeded, step_by, steps
 from .registry import script
 from .worker import Worker
 
 
-def _loader(worker: Worker, data: Dataset[Any], batch_size: int = 8, **options: Any) -> Any:
-    """The user's loader, shuffled, and the line of torchmn."""
-    loader = DataLoader(data, batch_size, shuffle=True, generator=seeded(1), **options)
-    return worker.scatter_loader(loader)
-
-
-def _step(optimizer: Any, loss: Tensor) -> None:
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-
-
 def _train(model: nn.Module, optimizer: Any, loader: Any) -> None:
     for x, y in loader:
-        _step(optimizer, F.cross_entropy(model(x), y))
+        step_by(optimizer, F.cross_entropy(model(x), y))
 
 
 def _score(worker: Worker, model: nn.Module, loader: Any) -> float:
@@ -49,8 +37,8 @@ def folds(worker: Worker) -> list[nn.Module]:
         is_test = torch.arange(45) % 3 == fold
         model = layers(6, 8, 3, seed=fold)
         optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.3), model)
-        train = _loader(worker, TensorDataset(x[~is_test], y[~is_test]))
-        test = _loader(worker, TensorDataset(x[is_test], y[is_test]))
+        train = loader_of(worker, TensorDataset(x[~is_test], y[~is_test]))
+        test = loader_of(worker, TensorDataset(x[is_test], y[is_test]))
         best = float("inf")
         for _ in range(2):
             _train(model, optimizer, train)
@@ -74,8 +62,8 @@ def search(worker: Worker) -> list[nn.Module]:
     def trial(rate: float) -> nn.Module:
         model = layers(6, 8, 3)
         optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), rate), model)
-        train = _loader(worker, TensorDataset(x[:30], y[:30]))
-        test = _loader(worker, TensorDataset(x[30:], y[30:]))
+        train = loader_of(worker, TensorDataset(x[:30], y[:30]))
+        test = loader_of(worker, TensorDataset(x[30:], y[30:]))
         best = float("inf")
         for _ in range(4):
             _train(model, optimizer, train)
@@ -101,8 +89,8 @@ def fixmatch(worker: Worker) -> list[nn.Module]:
     x, y = blobs(86)
     noise = torch.randn(86, 6, generator=seeded(2))
     loaders = [
-        _loader(worker, TensorDataset(x[:14], y[:14]), 4, drop_last=True),
-        _loader(worker, TensorDataset(x[14:] + 0.1 * noise[14:], x[14:] - noise[14:]), 12),
+        loader_of(worker, TensorDataset(x[:14], y[:14]), 4, drop_last=True),
+        loader_of(worker, TensorDataset(x[14:] + 0.1 * noise[14:], x[14:] - noise[14:]), 12),
     ]
     model = layers(6, 8, 3)
     optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), model)
@@ -122,7 +110,7 @@ def fixmatch(worker: Worker) -> list[nn.Module]:
         known, *others = outputs.split([len(labelled), len(weak), len(strong)])
         confidence, guess = others[0].detach().softmax(1).max(1)
         losses = F.cross_entropy(others[1], guess, reduction="none") * (confidence > 0.6)
-        _step(optimizer, F.cross_entropy(known, labels) + losses.mean())
+        step_by(optimizer, F.cross_entropy(known, labels) + losses.mean())
         average.update_parameters(model)
     return [model, average]
 
@@ -131,19 +119,17 @@ def fixmatch(worker: Worker) -> list[nn.Module]:
 def reptile(worker: Worker) -> nn.Module:
     model, tasks = layers(1, 8, 1), worker.share(5)
     optimizer = worker.optimizer(torch.optim.Adam(model.parameters(), 1e-2), model)
-    for number in range(3):
-        optimizer.zero_grad()
+    for number in steps(optimizer, range(3)):
         worker.set_weight(optimizer, len(tasks))
         for task in tasks:
             x = 6 * torch.rand(10, 1, generator=seeded(10 * number + task))
             learner = copy.deepcopy(model)
             inner = torch.optim.SGD(learner.parameters(), 0.05)
             for _ in range(3):
-                _step(inner, F.mse_loss(learner(x), (x + task).sin()))
+                step_by(inner, F.mse_loss(learner(x), (x + task).sin()))
             for own, new in zip(model.parameters(), learner.parameters(), strict=True):
                 way = (own - new).detach() / len(tasks)
                 own.grad = way if own.grad is None else own.grad + way
-        optimizer.step()
     return model
 
 
@@ -167,13 +153,13 @@ def missing_labels(worker: Worker) -> nn.Module:
     model = _ManyTasks()
     inner = torch.optim.Adam(model.parameters(), 1e-2)
     optimizer = worker.optimizer(inner, model, reduction="sum")
-    for own, targets in _loader(worker, TensorDataset(x, wanted)):
+    for own, targets in loader_of(worker, TensorDataset(x, wanted)):
         is_known = ~targets.isnan()
         counts, _ = worker.sum_over_ranks(is_known.sum(0), 0)
         squares = (model(own) - targets.nan_to_num()).square() * is_known
         by_task = squares.sum(0) / counts.clamp(min=1)
         loss = (by_task * (-model.log_variances).exp()).sum()
-        _step(optimizer, loss + model.log_variances.sum() / worker.size)
+        step_by(optimizer, loss + model.log_variances.sum() / worker.size)
     return model
 
 
@@ -186,7 +172,7 @@ def co_teaching(worker: Worker) -> list[nn.Module]:
         worker.optimizer(torch.optim.Adam(model.parameters(), 1e-2), model, reduction="sum")
         for model in models
     ]
-    for x, y in _loader(worker, TensorDataset(*blobs(45)), 12):
+    for x, y in loader_of(worker, TensorDataset(*blobs(45)), 12):
         losses = [F.cross_entropy(model(x), y, reduction="none") for model in models]
         every = [worker.gather(loss.detach()) for loss in losses]
         num = int(0.7 * len(every[0]))
@@ -195,7 +181,7 @@ def co_teaching(worker: Worker) -> list[nn.Module]:
             for loss, all_losses in zip(losses, every, strict=True)
         ]
         for optimizer, loss, chosen in zip(optimizers, losses, reversed(is_easy), strict=True):
-            _step(optimizer, loss[chosen].sum() / num)
+            step_by(optimizer, loss[chosen].sum() / num)
     return [*models]
 
 
@@ -220,22 +206,22 @@ def domains(worker: Worker) -> nn.Module:
     body, classes, domain = networks
     inner = torch.optim.SGD(networks.parameters(), 0.1, momentum=0.9)
     optimizer = worker.optimizer(inner, networks)
-    loaders = (_loader(worker, TensorDataset(*data)) for data in ((x, y), (other,)))
+    loaders = (loader_of(worker, TensorDataset(*data)) for data in ((x, y), (other,)))
     for (own, labels), (more,) in zip(*loaders, strict=False):
         features = body(torch.cat([own, more]))
         scores = domain(_Reverse.apply(features))[:, 0]
         is_other = torch.cat([torch.zeros(len(own)), torch.ones(len(more))])
         loss = F.binary_cross_entropy_with_logits(scores, is_other)
         worker.set_weight(optimizer, len(own))
-        _step(optimizer, loss + F.cross_entropy(classes(features[: len(own)]), labels))
+        step_by(optimizer, loss + F.cross_entropy(classes(features[: len(own)]), labels))
     return networks
 
 
 @script("A population: the worst model takes over the best one's parameters and optimizer's state")
 def population(worker: Worker) -> list[nn.Module]:
     x, y = blobs(45)
-    train = _loader(worker, TensorDataset(x[:30], y[:30]))
-    test = _loader(worker, TensorDataset(x[30:], y[30:]))
+    train = loader_of(worker, TensorDataset(x[:30], y[:30]))
+    test = loader_of(worker, TensorDataset(x[30:], y[30:]))
     models = [layers(6, 8, 3, seed=seed) for seed in range(3)]
     optimizers = [
         worker.optimizer(torch.optim.SGD(model.parameters(), rate, momentum=0.9), model)
@@ -273,10 +259,10 @@ def active_learning(worker: Worker) -> nn.Module:
     for _ in range(2):
         model = layers(6, 8, 3)
         optimizer = worker.optimizer(torch.optim.Adam(model.parameters(), 3e-2), model)
-        _train(model, optimizer, [batch[:2] for batch in _loader(worker, _Numbered(labelled))])
+        _train(model, optimizer, [batch[:2] for batch in loader_of(worker, _Numbered(labelled))])
         found = [torch.zeros(0, 2)]
         with torch.no_grad():
-            for x, _, numbers in _loader(worker, _Numbered(others), 16):
+            for x, _, numbers in loader_of(worker, _Numbered(others), 16):
                 found.append(torch.stack([model(x).softmax(1).max(1).values, numbers], 1))
         certainty, numbers = worker.gather(torch.cat(found)).unbind(1)
         chosen = sorted(numbers[certainty.argsort()[:5]].int().tolist())
@@ -300,7 +286,7 @@ def center_loss(worker: Worker) -> list[nn.Module]:
     model = nn.Sequential(body, head)
     optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
     other = worker.optimizer(torch.optim.SGD(centers.parameters(), 0.5), centers)
-    for x, y in _loader(worker, TensorDataset(*blobs(37))):
+    for x, y in loader_of(worker, TensorDataset(*blobs(37))):
         features = body(x)
         optimizer.zero_grad()
         other.zero_grad()
@@ -334,12 +320,12 @@ def experts(worker: Worker) -> nn.Module:
     model = _Experts()
     inner = torch.optim.Adam(model.parameters(), 1e-2)
     optimizer = worker.optimizer(inner, model, weight="rank")
-    for x, y in _loader(worker, TensorDataset(*blobs(37))):
+    for x, y in loader_of(worker, TensorDataset(*blobs(37))):
         outputs, shares, chosen = model(x)
         losses = F.cross_entropy(outputs, y, reduction="none")[:, None]
         ones = torch.ones(len(x), 1)
         sums = worker.sum_with_gradient(torch.cat([losses, ones, shares, chosen], 1).sum(0))
         loss, num, of_shares, of_chosen = sums.split([1, 1, 4, 4])
         balance = (of_shares / num * (of_chosen / num)).sum()
-        _step(optimizer, loss[0] / num[0] + 0.4 * balance)
+        step_by(optimizer, loss[0] / num[0] + 0.4 * balance)
     return model

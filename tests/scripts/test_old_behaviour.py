@@ -1,4 +1,7 @@
-"""Defects of earlier versions, put back: the user scripts detect each of them."""
+"""Defects of earlier versions, put back: the user scripts detect each of them.
+
+That they pass without is shown by ``test_as_one_process``, under the same schedules on two ranks.
+"""
 
 from collections.abc import Callable
 
@@ -97,9 +100,3 @@ def test_is_noticed(old: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
     old(monkeypatch)
     with pytest.raises((AssertionError, RuntimeError, TorchmnError)):
         check_exact(script, on_ranks(script, 2, _schedule_of(old)))
-
-
-@pytest.mark.parametrize("old", OLD, ids=lambda old: old.__name__)
-def test_and_is_right_today(old: Patch) -> None:
-    script = next(script for script in all_scripts() if script.name == OLD[old])
-    check_exact(script, on_ranks(script, 2, _schedule_of(old)))

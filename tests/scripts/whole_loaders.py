@@ -1,7 +1,7 @@
 """An existing `DataLoader`, which `scatter_loader` divides among the ranks."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import cycle, islice
 from typing import Any
 
@@ -12,8 +12,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Sampler, TensorDataset, WeightedRandomSampler
 
-from .models import mlp, mlp_and_sgd, take_step
-from .registry import Refused, everywhere, script
+from .models import fit, mlp, mlp_and_sgd, steps, take_step, train
+from .registry import refused, script
 from .worker import Worker, whole_batch
 
 # Samples: in batches of 8 the last one has 5, in batches of 9 it has 1, which is 0 on a rank.
@@ -37,11 +37,17 @@ def _loader(worker: Worker, batch_size: int = 8, **options: Any) -> DataLoader[A
     return worker.scatter_loader(DataLoader(_data(), generator=_generator(), **options))
 
 
-def _train(worker: Worker, batches: Any, num_epochs: int = 2) -> nn.Module:
+def _mean(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return mse_loss(model(x), y)
+
+
+def _train(
+    worker: Worker, batches: Any, num_epochs: int = 2, loss: Callable[..., Tensor] = _mean
+) -> nn.Module:
     model, optimizer = mlp_and_sgd(worker, momentum=0.9)
     for _ in range(num_epochs):
-        for x, y in batches:
-            take_step(model, optimizer, x, y)
+        for x, y in steps(optimizer, batches):
+            loss(model, x, y).backward()
     return model
 
 
@@ -98,10 +104,8 @@ def _to_dict(samples: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
 def collate_to_dicts(worker: Worker) -> nn.Module:
     model = _OfDict()
     optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), model)
-    for batch in _loader(worker, 9, collate_fn=_to_dict):
-        optimizer.zero_grad()
+    for batch in steps(optimizer, _loader(worker, 9, collate_fn=_to_dict)):
         mse_loss(model(batch), batch["y"]).backward()
-        optimizer.step()
     return model
 
 
@@ -124,12 +128,15 @@ def early_break(worker: Worker) -> nn.Module:
 
 @script("Two loaders zipped, with batches of different sizes and two losses")
 def zipped(worker: Worker) -> nn.Module:
-    model, optimizer = mlp_and_sgd(worker, momentum=0.9)
     other = worker.scatter_loader(DataLoader(_data(5), 4, shuffle=True, generator=_generator(3)))
-    for (x, y), (more, _) in zip(_loader(worker, drop_last=True), other, strict=False):
-        optimizer.zero_grad()
+    both = zip(_loader(worker, drop_last=True), other, strict=False)
+    return _train_zipped(worker, ((x, y, more) for (x, y), (more, _) in both))
+
+
+def _train_zipped(worker: Worker, batches: Iterable[tuple[Tensor, Tensor, Tensor]]) -> nn.Module:
+    model, optimizer = mlp_and_sgd(worker, momentum=0.9)
+    for x, y, more in steps(optimizer, batches):
         (mse_loss(model(x), y) + 0.1 * model(more).square().mean()).backward()
-        optimizer.step()
     return model
 
 
@@ -140,14 +147,16 @@ def endless(worker: Worker) -> nn.Module:
 
 @script("Gradient accumulation: two batches in a step")
 def accumulation(worker: Worker) -> nn.Module:
+    return _accumulate(worker, _loader(worker, drop_last=True))
+
+
+def _accumulate(worker: Worker, loader: DataLoader[Any]) -> nn.Module:
     model, optimizer = mlp_and_sgd(worker, momentum=0.9)
-    batches = iter(_loader(worker, drop_last=True))
-    for (x, y), (more_x, more_y) in zip(batches, batches, strict=True):
-        optimizer.zero_grad()
+    batches = iter(loader)
+    for (x, y), (more_x, more_y) in steps(optimizer, zip(batches, batches, strict=True)):
         with worker.no_sync(optimizer):
             (mse_loss(model(x), y) / 2).backward()
         (mse_loss(model(more_x), more_y) / 2).backward()
-        optimizer.step()
     return model
 
 
@@ -195,8 +204,7 @@ def compiled_with_loader(worker: Worker) -> nn.Module:
     model, optimizer = mlp_and_sgd(worker, momentum=0.9)
     compiled = torch.compile(model, backend="aot_eager", dynamic=True)
     for _ in range(2):
-        for x, y in _loader(worker, 9):
-            take_step(compiled, optimizer, x, y)
+        train(compiled, optimizer, _loader(worker, 9))
     return model
 
 
@@ -215,20 +223,16 @@ class _Recomputed(nn.Module):
 @script("Activation checkpointing in the model's `forward`, batches of different sizes")
 def checkpointed_with_loader(worker: Worker) -> nn.Module:
     model = _Recomputed()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), model)
-    for x, y in _loader(worker, 9):
-        take_step(model, optimizer, x, y)
-    return model
+    sgd = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    return fit(worker, model, sgd, batches=_loader(worker, 9))
 
 
 @script("Parts of the model are called, `model[:2]` and `model[2:]`, never the model")
 def parts_called(worker: Worker) -> nn.Module:
-    model, optimizer = mlp_and_sgd(worker, momentum=0.9)
-    for x, y in _loader(worker, 9):
-        optimizer.zero_grad()
-        mse_loss(model[2:](model[:2](x)), y).backward()
-        optimizer.step()
-    return model
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return mse_loss(model[2:](model[:2](x)), y)
+
+    return _train(worker, _loader(worker, 9), 1, loss)
 
 
 @script("`ReduceLROnPlateau` and the best parameters, by the loss of all samples")
@@ -258,12 +262,10 @@ def best_of_epochs(worker: Worker) -> nn.Module:
 
 @script("A loss that divides by the number of samples itself, `reduction='sum'`")
 def own_mean(worker: Worker) -> nn.Module:
-    model, optimizer = mlp_and_sgd(worker, momentum=0.9)
-    for x, y in _loader(worker):
-        optimizer.zero_grad()
-        (mse_loss(model(x), y, reduction="sum") / len(x)).backward()
-        optimizer.step()
-    return model
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return mse_loss(model(x), y, reduction="sum") / len(x)
+
+    return _train(worker, _loader(worker), 1, loss)
 
 
 @script("An evaluation with gradients enabled, in `train()`, before each step")
@@ -323,12 +325,10 @@ def _time_first(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 def _train_sequences(worker: Worker, *, has_weights: bool) -> nn.Module:
     model = _OfSequences()
     optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
-    for x, y in _loader(worker, 9, collate_fn=_time_first):
-        optimizer.zero_grad()
+    for x, y in steps(optimizer, _loader(worker, 9, collate_fn=_time_first)):
         if has_weights:
             worker.set_weight(optimizer, x.shape[1])
         mse_loss(model(x), y).backward()
-        optimizer.step()
     return model
 
 
@@ -337,8 +337,8 @@ def time_first(worker: Worker) -> nn.Module:
     return _train_sequences(worker, has_weights=True)
 
 
-_MISCOUNTED = everywhere(
-    Refused("not in proportion to the ranks' parts", cure="`optimizer.set_weight(len(y))`")
+_MISCOUNTED = refused(
+    "not in proportion to the ranks' parts", cure="`optimizer.set_weight(len(y))`"
 )
 
 
@@ -349,16 +349,15 @@ def time_first_uncounted(worker: Worker) -> nn.Module:
 
 @script("The model sees ten more samples, the same on all ranks, in each step", **_MISCOUNTED)
 def more_samples(worker: Worker) -> nn.Module:
-    model, optimizer = mlp_and_sgd(worker, momentum=0.9)
     kept, _ = whole_batch(9, 10)
-    for x, y in _loader(worker, 9):
-        optimizer.zero_grad()
-        (mse_loss(model(x), y) + model(kept).square().mean()).backward()
-        optimizer.step()
-    return model
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return mse_loss(model(x), y) + model(kept).square().mean()
+
+    return _train(worker, _loader(worker, 9), 1, loss)
 
 
-_OUT_OF_PROPORTION = everywhere(Refused("not in proportion", cure="`optimizer.set_weight(len(y))`"))
+_OUT_OF_PROPORTION = refused("not in proportion", cure="`optimizer.set_weight(len(y))`")
 
 
 class _WithPrompts(nn.Module):
@@ -380,10 +379,8 @@ def constants_first(worker: Worker) -> nn.Module:
     model = _WithPrompts()
     optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
     prompts, _ = whole_batch(9, 4)
-    for x, _ in _loader(worker, 3):
-        optimizer.zero_grad()
+    for x, _ in steps(optimizer, _loader(worker, 3)):
         model(prompts, x).square().mean().backward()
-        optimizer.step()
     return model
 
 
@@ -396,26 +393,18 @@ def _zipped_unevenly(worker: Worker) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
 
 @script(
     "Two loaders zipped, two losses, parts that are not in the same proportion",
-    **everywhere(
-        Refused(
-            "not in proportion",
-            cure="batch sizes that are multiples of the number of ranks, `drop_last=True`",
-        )
+    **refused(
+        "not in proportion",
+        cure="batch sizes that are multiples of the number of ranks, `drop_last=True`",
     ),
 )
 def zipped_out_of_proportion(worker: Worker) -> nn.Module:
-    model, optimizer = mlp_and_sgd(worker, momentum=0.9)
-    for x, y, more in _zipped_unevenly(worker):
-        optimizer.zero_grad()
-        (mse_loss(model(x), y) + 0.1 * model(more).square().mean()).backward()
-        optimizer.step()
-    return model
+    return _train_zipped(worker, _zipped_unevenly(worker))
 
 
 def _train_as_one(worker: Worker, *, has_weights: bool, has_two_means: bool) -> nn.Module:
     model, optimizer = mlp_and_sgd(worker, momentum=0.9)
-    for x, _, more in _zipped_unevenly(worker):
-        optimizer.zero_grad()
+    for x, _, more in steps(optimizer, _zipped_unevenly(worker)):
         if has_weights:
             worker.set_weight(optimizer, len(x) + len(more))
         squares = model(torch.cat([x, more])).square()
@@ -423,7 +412,6 @@ def _train_as_one(worker: Worker, *, has_weights: bool, has_two_means: bool) -> 
         if has_two_means:
             loss = squares[: len(x)].mean() + squares[len(x) :].mean()
         loss.backward()
-        optimizer.step()
     return model
 
 
@@ -432,12 +420,10 @@ def zipped_into_one(worker: Worker) -> nn.Module:
     return _train_as_one(worker, has_weights=True, has_two_means=False)
 
 
-_ZIPPED = everywhere(
-    Refused(
-        "has batches of several loaders",
-        cure="batch sizes that are multiples of the number of ranks, `drop_last=True`; for one "
-        "mean over all samples `optimizer.set_weight(len(x) + len(more))`",
-    )
+_ZIPPED = refused(
+    "has batches of several loaders",
+    cure="batch sizes that are multiples of the number of ranks, `drop_last=True`; for one "
+    "mean over all samples `optimizer.set_weight(len(x) + len(more))`",
 )
 
 
@@ -453,50 +439,32 @@ def zipped_with_two_means(worker: Worker) -> nn.Module:
 
 @script(
     "Accumulation under `no_sync()` with a short last batch",
-    **everywhere(
-        Refused(
-            "not in proportion to the ranks' parts",
-            cure="`drop_last=True`, or no `no_sync()`: each batch then has its own weight",
-        )
+    **refused(
+        "not in proportion to the ranks' parts",
+        cure="`drop_last=True`, or no `no_sync()`: each batch then has its own weight",
     ),
 )
 def accumulated_unevenly(worker: Worker) -> nn.Module:
-    model, optimizer = mlp_and_sgd(worker, momentum=0.9)
-    batches = iter(worker.scatter_loader(DataLoader(_data(), 7)))  # the last one has 2 samples
-    for (x, y), (more_x, more_y) in zip(batches, batches, strict=True):
-        optimizer.zero_grad()
-        with worker.no_sync(optimizer):
-            (mse_loss(model(x), y) / 2).backward()
-        (mse_loss(model(more_x), more_y) / 2).backward()
-        optimizer.step()
-    return model
+    return _accumulate(worker, worker.scatter_loader(DataLoader(_data(), 7)))  # the last has 2
 
 
 @script(
     "A batch that one rank leaves out by itself, as where its part of the loss is not finite",
-    **everywhere(
-        Refused(
-            "the ranks exchange gradients of different batches",
-            cure="decide by a value that all ranks share, or call `set_weight(0)`",
-        )
+    **refused(
+        "the ranks exchange gradients of different batches",
+        cure="decide by a value that all ranks share, or call `set_weight(0)`",
     ),
 )
 def left_out_on_one_rank(worker: Worker) -> nn.Module:
-    model, optimizer = mlp_and_sgd(worker)
-    for number, (x, y) in enumerate(_loader(worker)):
-        if number == 3 and worker.rank == 1:
-            continue
-        take_step(model, optimizer, x, y)
-    return model
+    batches = enumerate(_loader(worker))
+    return _train(worker, (b for number, b in batches if number != 3 or worker.rank != 1), 1)
 
 
 @script(
     "A task that each rank chooses by its own random numbers",
-    **everywhere(
-        Refused(
-            "the ranks exchange gradients of different batches",
-            cure="draw it from a generator with the same seed on all ranks",
-        )
+    **refused(
+        "the ranks exchange gradients of different batches",
+        cure="draw it from a generator with the same seed on all ranks",
     ),
 )
 def task_of_own(worker: Worker) -> nn.Module:
@@ -510,10 +478,7 @@ def task_of_own(worker: Worker) -> nn.Module:
 
 @script("All batches of an epoch are kept in a list")
 def kept_batches(worker: Worker) -> nn.Module:
-    model, optimizer = mlp_and_sgd(worker, momentum=0.9)
-    for x, y in [*_loader(worker), *_loader(worker)]:
-        take_step(model, optimizer, x, y)
-    return model
+    return _train(worker, [*_loader(worker), *_loader(worker)], 1)
 
 
 @script("The next batch is requested before the model is called, as to copy it to a device")
@@ -532,30 +497,22 @@ def requested_in_advance(worker: Worker) -> nn.Module:
 
 @script("Batches are left out of gradient accumulation, the same ones on all ranks")
 def left_out(worker: Worker) -> nn.Module:
-    model, optimizer = mlp_and_sgd(worker, momentum=0.9)
-    for number, (x, y) in enumerate(_loader(worker)):
-        if number % 3 == 1:
-            continue
-        take_step(model, optimizer, x, y)
-    return model
+    batches = (batch for number, batch in enumerate(_loader(worker)) if number % 3 != 1)
+    return _train(worker, batches, 1)
 
 
 @script("Trained in `eval()`")
 def trained_in_eval(worker: Worker) -> nn.Module:
-    model, optimizer = mlp_and_sgd(worker, momentum=0.9)
-    model.eval()
-    for x, y in _loader(worker, 9):
-        take_step(model, optimizer, x, y)
-    return model
+    model = mlp().eval()
+    sgd = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    return fit(worker, model, sgd, batches=_loader(worker, 9))
 
 
 @script("`backward()` left out for a batch of 0 rows, then `clip_grad_norm_`")
 def clipped_without_backward(worker: Worker) -> nn.Module:
     model, optimizer = mlp_and_sgd(worker, momentum=0.9)
-    for x, y in _loader(worker, 9):
-        optimizer.zero_grad()
+    for x, y in steps(optimizer, _loader(worker, 9)):
         if len(x):
             mse_loss(model(x), y).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-        optimizer.step()
     return model

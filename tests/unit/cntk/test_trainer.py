@@ -89,9 +89,12 @@ def trained(
     return first
 
 
-def momentum(model: nn.Module, comm: Communicator) -> Any:
-    learner = C.momentum_sgd(model.parameters(), PER_SAMPLE, TIME)
+def on_ranks(learner: Any, comm: Communicator) -> Any:
     return C.data_parallel_distributed_learner(learner, comm=comm)
+
+
+def momentum(model: nn.Module, comm: Communicator) -> Any:
+    return on_ranks(C.momentum_sgd(model.parameters(), PER_SAMPLE, TIME), comm)
 
 
 def assert_equal(ours: list[Tensor], theirs: list[Tensor]) -> None:
@@ -123,8 +126,7 @@ LEARNERS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("name", LEARNERS)
 def test_many_workers_are_as_one(name: str, size: int) -> None:
     def distributed(model: nn.Module, comm: Communicator) -> Any:
-        learner = LEARNERS[name](model.parameters())
-        return C.data_parallel_distributed_learner(learner, comm=comm)
+        return on_ranks(LEARNERS[name](model.parameters()), comm)
 
     many = trained(distributed, size)
     torch.testing.assert_close(many, trained(distributed, 1), atol=1e-5, rtol=1e-4)
@@ -166,7 +168,7 @@ def test_several_learners_and_parameters_in_none() -> None:
             C.sgd([model.hidden.weight], 0.1),
             C.momentum_sgd([model.top.weight, model.top.bias], PER_SAMPLE, TIME),
         ]
-        return [C.data_parallel_distributed_learner(each, comm=comm) for each in local]
+        return [on_ranks(each, comm) for each in local]
 
     model = Network()
     many = trained(two, 3)
@@ -187,7 +189,7 @@ def test_a_loss_with_parameters_is_trained() -> None:
     def rank(comm: Communicator) -> float:
         model, loss = Network(), Scaled()
         learner = C.sgd([*model.parameters(), *loss.parameters()], 0.1)
-        trainer = C.Trainer(model, loss, C.data_parallel_distributed_learner(learner, comm=comm))
+        trainer = C.Trainer(model, loss, on_ranks(learner, comm))
         train(trainer, minibatches(SIZES), comm)
         return loss.scale.item()
 
@@ -222,24 +224,22 @@ def test_writers_count_the_ends_of_blocks() -> None:
 # ---- models ----
 
 
-class Critic(nn.Module):
-    """The losses of a discriminator for real samples and for those of a generator."""
-
+class Adversaries(nn.Module):
     def __init__(self, generator: nn.Module, discriminator: nn.Module) -> None:
         super().__init__()
         self.generator, self.discriminator = generator, discriminator
+
+
+class Critic(Adversaries):
+    """The losses of a discriminator for real samples and for those of a generator."""
 
     def forward(self, real: Tensor, noise: Tensor) -> Tensor:
         made = self.discriminator(self.generator(noise))
         return nn.functional.softplus(-self.discriminator(real)) + nn.functional.softplus(made)
 
 
-class Deceiver(nn.Module):
+class Deceiver(Adversaries):
     """The loss of a generator."""
-
-    def __init__(self, generator: nn.Module, discriminator: nn.Module) -> None:
-        super().__init__()
-        self.generator, self.discriminator = generator, discriminator
 
     def forward(self, noise: Tensor) -> Tensor:
         return nn.functional.softplus(-self.discriminator(self.generator(noise)))
@@ -256,11 +256,8 @@ def test_two_trainers_train_through_the_network_of_the_other() -> None:
             nn.init.constant_(top.weight, 0.3)
         trainers = []
         for kind, own in ((Critic, discriminator), (Deceiver, generator)):
-            learner = C.data_parallel_distributed_learner(
-                C.momentum_sgd(own.parameters(), PER_SAMPLE, TIME), comm=comm
-            )
             model = kind(generator, discriminator)
-            trainers.append(C.Trainer(model, lambda losses: losses.squeeze(1), learner))
+            trainers.append(C.Trainer(model, lambda x: x.squeeze(1), momentum(own, comm)))
         for whole in minibatches(SIZES):
             part = part_of(whole, comm.rank, comm.size)["features"]
             trainers[0].train_minibatch({"real": part, "noise": part.flip(1)})
@@ -292,10 +289,7 @@ def test_layers_whose_ranks_communicate(criterion: Any) -> None:
         for parameter, value in zip(plain.parameters(), values_of(start), strict=True):
             parameter.data.copy_(value)
         model = convert_batch_norm(plain, comm, loss_weight="samples")
-        learner = C.data_parallel_distributed_learner(
-            C.momentum_sgd(model.parameters(), PER_SAMPLE, TIME), comm=comm
-        )
-        trainer = C.Trainer(model, criterion, learner)
+        trainer = C.Trainer(model, criterion, momentum(model, comm))
         for whole in minibatches([8, 3, 12, 2]):
             part = part_of(whole, comm.rank, comm.size)
             trainer.train_minibatch({"input": part["features"], "labels": part["labels"]})
@@ -437,17 +431,11 @@ def test_learners_that_do_not_belong_together() -> None:
 
     def rank(comm: Communicator) -> None:
         own = Network()
+        learners = [on_ranks(C.sgd([own.top.bias], 0.1), comm), C.sgd([own.top.weight], 0.1)]
         with pytest.raises(
             UsageError, match="not distributed in the same way: data_parallel.*; not dist"
         ):
-            C.Trainer(
-                own,
-                C.cross_entropy_with_softmax,
-                [
-                    C.data_parallel_distributed_learner(C.sgd([own.top.bias], 0.1), comm=comm),
-                    C.sgd([own.top.weight], 0.1),
-                ],
-            )
+            C.Trainer(own, C.cross_entropy_with_softmax, learners)
 
     run_ranks(rank, 2)
 
@@ -475,13 +463,9 @@ def test_what_the_arguments_of_distributed_learners_mean() -> None:
 
 
 def test_workers_that_train_by_themselves_are_warned(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {
-        "RANK": "0",
-        "WORLD_SIZE": "4",
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "4",
-    }.items():
-        monkeypatch.setenv(name, value)
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+        monkeypatch.setenv(name.replace("RANK", "WORLD_SIZE"), "4")
     with pytest.warns(ResultWarning, match="4 workers, and no learner"):
         alone()
 
@@ -492,7 +476,7 @@ def test_ranks_that_are_given_the_same_minibatches_are_warned(is_divided: bool) 
 
     def rank(comm: Communicator) -> None:
         model = Network()
-        learner = C.data_parallel_distributed_learner(C.sgd(model.parameters(), 0.1), comm=comm)
+        learner = on_ranks(C.sgd(model.parameters(), 0.1), comm)
         trainer = C.Trainer(model, C.cross_entropy_with_softmax, learner)
         [whole] = minibatches([9])
         source = C.MinibatchSourceFromData(whole, max_sweeps=2)
@@ -523,9 +507,7 @@ def test_multi_node_optimizers_are_learners() -> None:
 
 def one_bit(model: nn.Module, comm: Communicator) -> Any:
     learner = C.momentum_sgd(model.parameters(), PER_SAMPLE, TIME)
-    return C.data_parallel_distributed_learner(
-        learner, distributed_after=8, num_quantization_bits=1, comm=comm
-    )
+    return C.data_parallel_distributed_learner(learner, 8, 1, comm=comm)
 
 
 def blocks(model: nn.Module, comm: Communicator) -> Any:
@@ -542,7 +524,7 @@ def several(model: nn.Module, comm: Communicator) -> Any:
         C.adagrad([model.top.weight], C.learning_rate_schedule([0.1, 0.01], C.UnitType.sample, 9)),
         torch.optim.SGD([model.top.bias], 0.1, momentum=0.5),
     ]
-    return [C.data_parallel_distributed_learner(each, comm=comm) for each in local]
+    return [on_ranks(each, comm) for each in local]
 
 
 @pytest.mark.parametrize("learners", [one_bit, blocks, several])

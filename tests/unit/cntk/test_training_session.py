@@ -24,10 +24,6 @@ from .sessions import NUM_SAMPLES, Training, is_far, source, squared
 Calls = list[tuple[int, int, int]]
 
 
-def run_one(function: Any) -> Any:
-    return run_ranks(function, 1)[0]
-
-
 @pytest.fixture
 def alone() -> Iterator[Communicator]:
     """A communicator of one rank."""
@@ -153,20 +149,6 @@ def test_a_session_can_be_subclassed(alone: Communicator) -> None:
     config = C.CrossValidationConfig(source(seed=1), frequency=10)
     Mine(training.trainer, train, 4, {"x": "x", "y": "y"}, cv_config=config).train()
     assert training.trainer.total_number_of_samples_seen == 20
-
-
-# ---- wrong lines ----
-
-
-class Single(torch.nn.Module):
-    """Adds up what the model is given, which must be tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.weight * x.sum(1)
 
 
 # ---- progress, sizes and the end ----
@@ -360,29 +342,22 @@ def test_a_session_that_has_ended_only_tests_again(tmp_path: Path) -> None:
     assert first[1] == 3
 
 
-def test_frequency_none_is_one_checkpoint_at_the_end(tmp_path: Path) -> None:
-    def rank(comm: Communicator) -> None:
-        Training(comm).run(checkpoint_config=C.CheckpointConfig(tmp_path / "m"))
-
-    run_one(rank)
+def test_frequency_none_is_one_checkpoint_at_the_end(alone: Communicator, tmp_path: Path) -> None:
+    Training(alone).run(checkpoint_config=C.CheckpointConfig(tmp_path / "m"))
     assert [name for name in folders(tmp_path / "m") if name != ".owner"] == ["step-00000007"]
 
 
-def test_preserved_checkpoints_have_the_names_of_cntk(tmp_path: Path) -> None:
-    def rank(comm: Communicator) -> Training:
-        training = Training(comm)
-        config = C.CheckpointConfig(tmp_path / "m", 10, preserve_all=True)
-        training.run(progress_frequency=10, checkpoint_config=config)
-        return training
-
-    whole = run_one(rank)
+def test_preserved_checkpoints_have_the_names_of_cntk(alone: Communicator, tmp_path: Path) -> None:
+    config = C.CheckpointConfig(tmp_path / "m", 10, preserve_all=True)
+    whole, resumed = Training(alone), Training(alone)
+    whole.run(progress_frequency=10, checkpoint_config=config)
     assert folders(tmp_path) == ["m", "m0", "m1", "m2"]
 
     for name in ("m", "m2"):  # as in CNTK: what is removed is not restored
         shutil.rmtree(tmp_path / name)
     (tmp_path / "m11.txt").touch()
     (tmp_path / "mine").mkdir()
-    resumed = run_one(rank)
+    resumed.run(progress_frequency=10, checkpoint_config=config)
     assert resumed.recorder.losses == whole.recorder.losses[5:]  # from 20 samples on
     assert resumed.recorder.epochs == [(3, 5)]
     assert torch.equal(resumed.model.weight, whole.model.weight)
@@ -448,42 +423,32 @@ def test_what_begins_again_in_a_folder_is_what_resumes(alone: Communicator, tmp_
     assert len(resumed.recorder.losses) == 7
 
 
-def test_the_checkpoint_of_another_name_is_not_a_preserved_one(tmp_path: Path) -> None:
-    def rank(comm: Communicator) -> list[int]:
-        numbers = []
-        for name in ("net2", "net"):
-            training = Training(comm)
-            training.run(checkpoint_config=C.CheckpointConfig(tmp_path / name))
-            numbers.append(len(training.recorder.losses))
-        return numbers
-
-    assert run_one(rank) == [7, 7]
+def test_the_checkpoint_of_another_name_is_not_a_preserved_one(
+    alone: Communicator, tmp_path: Path
+) -> None:
+    for name in ("net2", "net"):
+        training = Training(alone)
+        training.run(checkpoint_config=C.CheckpointConfig(tmp_path / name))
+        assert len(training.recorder.losses) == 7
 
 
-def test_sizes_by_sweeps() -> None:
-    def rank(comm: Communicator) -> list[int]:
-        training = Training(comm)
-        sizes = C.minibatch_size_schedule([5, 25], epoch_size=None)
-        training.run(source(max_sweeps=2), sizes)
-        return [training.trainer.num_minibatches]
-
-    assert run_one(rank) == [6]
+def test_sizes_by_sweeps(alone: Communicator) -> None:
+    training = Training(alone)
+    sizes = C.minibatch_size_schedule([5, 25], epoch_size=None)
+    training.run(source(max_sweeps=2), sizes)
+    assert training.trainer.num_minibatches == 6
 
 
 # ---- wrong arguments ----
 
 
-def test_infinite_sources_are_refused_unless_samples_are_limited() -> None:
+def test_infinite_sources_are_refused_unless_samples_are_limited(alone: Communicator) -> None:
     infinite = source(max_samples=C.INFINITELY_REPEAT)
-
-    def rank(comm: Communicator) -> None:
-        with pytest.raises(UsageError, match="source of the training is infinite"):
-            Training(comm).run(infinite)
-        training = Training(comm)
-        training.run(infinite, max_samples=30)
-        assert training.trainer.total_number_of_samples_seen == 30
-
-    run_one(rank)
+    with pytest.raises(UsageError, match="source of the training is infinite"):
+        Training(alone).run(infinite)
+    training = Training(alone)
+    training.run(infinite, max_samples=30)
+    assert training.trainer.total_number_of_samples_seen == 30
     with pytest.raises(UsageError, match="source of the cross validation is infinite"):
         C.CrossValidationConfig(infinite)
     with pytest.raises(UsageError, match="source of the test is infinite"):

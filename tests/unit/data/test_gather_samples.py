@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, TensorDataset
 
 from torchmn.data import gather_by_index, gather_outputs, scatter_loader
 from torchmn.errors import UsageError
@@ -94,37 +94,25 @@ def test_a_loop_that_was_left(size: int) -> None:
     assert run_ranks(rank_main, size) == [[*range(8)]] * size
 
 
-def _first_missing(outputs: list[Any]) -> list[Any]:
-    return outputs[1:]
-
-
-def _means(outputs: list[Any]) -> list[Any]:
-    return [x.double().mean() for x in outputs]
-
-
-def _other_rows(outputs: list[Any]) -> list[Any]:
-    return [torch.cat([x, x]) for x in outputs]
-
-
-def _numbers(outputs: list[Any]) -> list[Any]:
-    return [1.0 for _ in outputs]
+OUTPUT = "an output for 2 samples is a"
 
 
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (_first_missing, "Rank 1: 2 outputs for the 3 batches"),
-        (_means, "Rank 1: an output for 2 samples is a Tensor with no rows"),
-        (_other_rows, "Rank 1: an output for 2 samples is a Tensor with 4 rows"),
-        (_numbers, "Rank 1: an output for 2 samples is a float with no rows"),
+        (lambda outputs: outputs[1:], "2 outputs for the 3 batches"),
+        (lambda outputs: [x.double().mean() for x in outputs], f"{OUTPUT} Tensor with no rows"),
+        (lambda outputs: [torch.cat([x, x]) for x in outputs], f"{OUTPUT} Tensor with 4 rows"),
+        (lambda outputs: [1.0 for _ in outputs], f"{OUTPUT} float with no rows"),
     ],
+    ids=["the first is missing", "means", "other rows", "numbers"],
 )
 def test_outputs_that_do_not_fit_are_refused_on_all_ranks(change: Any, text: str) -> None:
     def rank_main(comm):
         loader = scatter_loader(DataLoader(_data(), 4), comm)
         with torch.no_grad():
             outputs = [x for x, _ in loader]
-        with pytest.raises(UsageError, match=text):
+        with pytest.raises(UsageError, match=f"Rank 1: {text}"):
             gather_outputs(loader, change(outputs) if comm.rank == 1 else outputs)
         with pytest.raises(UsageError, match="cannot be joined"):
             gather_outputs(
@@ -170,16 +158,3 @@ def test_indices_must_be_integers() -> None:
             gather_by_index([0.5] if comm.rank == 0 else [1], torch.zeros(1), comm)
 
     run_ranks(rank_main, 2)
-
-
-def test_a_sampler_with_replacement_as_one_process() -> None:
-    def rank_main(comm):
-        sampler = WeightedRandomSampler([1.0] * NUM, 20, generator=_generator())
-        loader = scatter_loader(DataLoader(_data(), 6, sampler=sampler), comm)
-        with torch.no_grad():
-            seen = [x for x, _ in loader]
-        return gather_outputs(loader, seen).tolist()
-
-    one = run_ranks(rank_main, 1)[0]
-    assert run_ranks(rank_main, 3) == [one] * 3
-    assert one == sorted({*one})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 
@@ -42,13 +41,20 @@ class Readings:
         return index
 
 
-def outcome(function, comm):
-    """The result, or the error with the seconds it took."""
-    begin_s = time.monotonic()
-    try:
-        return function(comm)
-    except TorchmnError as error:
-        return error, time.monotonic() - begin_s
+def assert_refused(function, kind, *texts, size=2, **options) -> None:
+    """All ranks raise the same error."""
+
+    def rank_main(comm):
+        try:
+            return function(comm)
+        except TorchmnError as error:
+            return error
+
+    errors = run_ranks(rank_main, size, **options)
+    assert all(type(error) is kind for error in errors), errors
+    assert len({str(error) for error in errors}) == 1
+    for text in texts:
+        assert text in str(errors[0])
 
 
 def process_main(comm):
@@ -101,25 +107,18 @@ def test_index_is_the_root_s(size: int, root: int, force_equal_length: bool) -> 
 @pytest.mark.parametrize(("length", "seen"), [(-3, "-3"), ("ten", "'ten'")])
 def test_index_refuses_on_all_ranks(length: object, seen: str) -> None:
     def indices(comm):
-        return outcome(lambda c: scatter_index(length if c.rank == 1 else 5, c), comm)
+        return scatter_index(length if comm.rank == 1 else 5, comm)
 
-    errors = [error for error, _ in run_ranks(indices, 3)]
-    assert all(isinstance(error, UsageError) for error in errors)
-    assert len({str(error) for error in errors}) == 1
-    assert "Rank 1" in str(errors[0])
-    assert seen in str(errors[0])
+    assert_refused(indices, UsageError, "Rank 1", seen, size=3)
 
 
 @pytest.mark.parametrize("root", [-1, 2])
 def test_root_outside_the_world(root: int) -> None:
-    errors = run_ranks(lambda c: outcome(lambda c: scatter_index(5, c, root), c), 2)
-    assert all("root=" in str(error) and "0 to 1" in str(error) for error, _ in errors)
+    assert_refused(lambda comm: scatter_index(5, comm, root), UsageError, "root=", "0 to 1")
 
 
 def test_ranks_with_different_roots_are_refused() -> None:
-    errors = run_ranks(lambda c: outcome(lambda c: scatter_index(5, c, c.rank), c), 2)
-    assert all(isinstance(error, RankMismatchError) for error, _ in errors)
-    assert all("root=[0, 1]" in str(error) for error, _ in errors)
+    assert_refused(lambda comm: scatter_index(5, comm, comm.rank), RankMismatchError, "root=[0, 1]")
 
 
 # ---- every rank has the data set
@@ -255,28 +254,23 @@ def test_the_root_s_error_is_raised_on_all_ranks(case: str) -> None:
     source, kind, message = ERRORS[case]
 
     def attempt(comm):
-        scatter = functools.partial(scatter_dataset, source if comm.rank == 0 else None)
-        return outcome(scatter, comm)
+        return scatter_dataset(source if comm.rank == 0 else None, comm)
 
-    results = run_ranks(attempt, 3, is_trusted=False)
-    assert all(type(error) is kind for error, _ in results)
-    assert len({str(error) for error, _ in results}) == 1
-    assert message in str(results[0][0])
-    assert all(seconds < 10 for _, seconds in results)
+    begin_s = time.monotonic()
+    assert_refused(attempt, kind, message, size=3, is_trusted=False)
+    assert time.monotonic() - begin_s < limit(10)
 
 
 def test_data_sets_of_different_lengths_are_refused() -> None:
-    results = run_ranks(
-        lambda c: outcome(lambda c: scatter_dataset(list(range(3 + c.rank)), c), c), 2
-    )
-    assert all(isinstance(error, RankMismatchError) for error, _ in results)
-    assert all("3 samples and rank 1 one of 4" in str(error) for error, _ in results)
+    def attempt(comm):
+        return scatter_dataset(list(range(3 + comm.rank)), comm)
+
+    assert_refused(attempt, RankMismatchError, "3 samples and rank 1 one of 4")
 
 
 @pytest.mark.parametrize("arguments", [{"seed": -1}, {"seed": 2**32}, {"max_buf_len": 0}])
 def test_arguments_out_of_range(arguments: dict[str, int]) -> None:
-    results = run_ranks(
-        lambda c: outcome(lambda c: scatter_dataset([1, 2], c, shuffle=True, **arguments), c), 2
-    )
-    assert all(isinstance(error, UsageError) for error, _ in results)
-    assert all(str(*arguments.values()) in str(error) for error, _ in results)
+    def attempt(comm):
+        return scatter_dataset([1, 2], comm, shuffle=True, **arguments)
+
+    assert_refused(attempt, UsageError, str(*arguments.values()))

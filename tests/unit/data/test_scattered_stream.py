@@ -33,8 +33,10 @@ class Numbers(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
         first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        for number in itertools.islice(self.numbers, first, None, step):
-            yield torch.tensor(number), torch.full((12,), number / 7, dtype=torch.float64)
+        yield from map(self.sample, itertools.islice(self.numbers, first, None, step))
+
+    def sample(self, number: int) -> Any:
+        return torch.tensor(number), torch.full((12,), number / 7, dtype=torch.float64)
 
 
 class Shuffled(Numbers):
@@ -47,8 +49,7 @@ class Shuffled(Numbers):
 
     def __iter__(self) -> Iterator[Any]:
         generator = torch.Generator().manual_seed(self.epoch)
-        for number in torch.randperm(NUM, generator=generator).tolist():
-            yield torch.tensor(number), torch.full((12,), number / 7, dtype=torch.float64)
+        yield from map(self.sample, torch.randperm(NUM, generator=generator).tolist())
 
 
 class WithState(Numbers):
@@ -59,7 +60,7 @@ class WithState(Numbers):
     def __iter__(self) -> Iterator[Any]:
         for number in self.numbers[self.position :]:
             self.position += 1
-            yield torch.tensor(number), torch.full((12,), number / 7, dtype=torch.float64)
+            yield self.sample(number)
         self.position = 0
 
     def state_dict(self) -> dict[str, int]:
@@ -229,65 +230,36 @@ def test_batches_that_each_rank_makes_are_kept() -> None:
     assert run_ranks(run, 2) == [[[0, 1, 2], []], [[0, 1, 2, 3]] * 2]
 
 
-def loss_sum(model: nn.Module, batch: Any) -> torch.Tensor:
-    numbers, x = batch
-    return ((model(x).squeeze(1) - numbers / 10) ** 2).sum()
-
-
-def made_model() -> nn.Module:
+def trained(batches: Any, comm: torchmn.Communicator, schedule: Any) -> list[torch.Tensor]:
+    """The parameters after a pass with a loss that is a mean over the batch of a rank."""
     model = nn.Linear(12, 1, dtype=torch.float64)
     for parameter in model.parameters():
         nn.init.constant_(parameter, 0.1)
-    return model
-
-
-def trained(batches: Any, comm: Any = None, **options: Any) -> list[torch.Tensor]:
-    """The parameters after a pass with a loss that is a mean over the batch of a rank."""
-    model = made_model()
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    if comm is not None:
-        optimizer = torchmn.create_multi_node_optimizer(optimizer, comm, model, **options)
-        batches = batches(comm)
-    for batch in batches:
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    optimizer = torchmn.create_multi_node_optimizer(sgd, comm, model, schedule=schedule)
+    for numbers, x in batches:
         optimizer.zero_grad()
-        (loss_sum(model, batch) / len(batch[0])).backward()
+        nn.functional.mse_loss(model(x).squeeze(1), numbers / 10).backward()
         optimizer.step()
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def assert_same(ranks: list[Any], expected: list[torch.Tensor]) -> None:
-    for parameters in ranks:
-        for own, theirs in zip(parameters, expected, strict=True):
-            assert torch.allclose(own, theirs, rtol=1e-11, atol=1e-13)
+def test_means_over_shares_that_end_at_different_steps_applied_a_step_later() -> None:
+    """See test_stream_training.py for the means of the same step."""
+    ends, schedule = (2, 9, 5), "double_buffering"
 
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("batch_size", [1, 5, 8])
-def test_means_are_those_of_one_process(size: int, batch_size: int) -> None:
-    def loader(comm: torchmn.Communicator) -> Any:
-        return scatter_loader(DataLoader(Numbers(), batch_size), comm, read_by="rank_0")
-
-    expected = trained(DataLoader(Numbers(), batch_size))
-    assert_same(run_ranks(lambda comm: trained(loader, comm), size), expected)
-
-
-@pytest.mark.parametrize("schedule", ["every_step", "double_buffering"])
-def test_means_over_shares_that_end_at_different_steps(schedule: Any) -> None:
-    ends = (2, 9, 5)
-
-    def loader(comm: torchmn.Communicator) -> Any:
+    def of_rank(comm: torchmn.Communicator) -> Any:
         given = DataLoader(sized(comm.rank, ends), 6)
-        return scatter_loader(given, comm, read_by="each_rank")
+        return trained(scatter_loader(given, comm, read_by="each_rank"), comm, schedule)
 
-    def of_one(comm: torchmn.Communicator) -> Any:
-        whole = [[*DataLoader(sized(rank, ends), 2)] for rank in range(3)]
-        steps = itertools.zip_longest(*whole)
-        return [
-            [torch.cat(parts) for parts in zip(*filter(None, step), strict=True)] for step in steps
-        ]
-
-    (expected,) = run_ranks(lambda comm: trained(of_one, comm, schedule=schedule), 1)
-    assert_same(run_ranks(lambda comm: trained(loader, comm, schedule=schedule), 3), expected)
+    whole = [[*DataLoader(sized(rank, ends), 2)] for rank in range(3)]
+    steps = [
+        [torch.cat(parts) for parts in zip(*filter(None, step), strict=True)]
+        for step in itertools.zip_longest(*whole)
+    ]
+    (expected,) = run_ranks(lambda comm: trained(steps, comm, schedule), 1)
+    for found in run_ranks(of_rank, 3):
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-13)
 
 
 @pytest.mark.parametrize("read_by", ["rank_0", "each_rank"])
@@ -311,59 +283,6 @@ def test_a_thread_that_prefetches_is_refused(read_by: Any) -> None:
 
     for size in (1, 2):
         run_ranks(rank_main, size)
-
-
-def test_accumulated_batches_without_a_common_proportion_are_refused() -> None:
-    """Both batches have 4 samples, which two ranks share: but 2 and 2, and 1 and 3."""
-
-    def run(comm: torchmn.Communicator) -> None:
-        own = [(2, 2), (1, 3)]
-        batches = [
-            (torch.zeros(n), torch.ones(n, 12).double()) for n in [pair[comm.rank] for pair in own]
-        ]
-        loader = scatter_loader(iter(batches), comm, read_by="each_rank")
-        model = nn.Linear(12, 1, dtype=torch.float64)
-        optimizer = torchmn.create_multi_node_optimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1), comm, model
-        )
-        first, second = loader
-        with optimizer.no_sync():
-            (loss_sum(model, first) / len(first[0])).backward()
-        (loss_sum(model, second) / len(second[0])).backward()
-        optimizer.step()
-
-    with pytest.raises(UsageError, match="not in proportion"):
-        run_ranks(run, 2)
-
-
-def test_accumulated_batches_with_a_common_proportion_have_its_weight() -> None:
-    def loader(comm: torchmn.Communicator) -> Any:
-        data = sized(comm.rank, (4, 12)) if comm.size == 2 else None
-        given: Any = DataLoader(data, 2 if comm.rank == 0 else 6)  # type: ignore[arg-type]
-        return scatter_loader(iter([*given]), comm, read_by="each_rank")
-
-    def run(comm: torchmn.Communicator) -> list[torch.Tensor]:
-        model = made_model()
-        optimizer = torchmn.create_multi_node_optimizer(
-            torch.optim.SGD(model.parameters(), lr=0.01), comm, model
-        )
-        first, second = loader(comm)
-        with optimizer.no_sync():
-            (loss_sum(model, first) / len(first[0])).backward()
-        (loss_sum(model, second) / len(second[0])).backward()
-        optimizer.step()
-        return [parameter.detach().clone() for parameter in model.parameters()]
-
-    model = made_model()
-    for step in range(2):
-        parts = [
-            next(itertools.islice(DataLoader(sized(rank, (4, 12)), size), step, None))
-            for rank, size in enumerate((2, 6))
-        ]
-        batch = [torch.cat(each) for each in zip(*parts, strict=True)]
-        (loss_sum(model, batch) / len(batch[0])).backward()
-    torch.optim.SGD(model.parameters(), lr=0.01).step()
-    assert_same(run_ranks(run, 2), [p.detach() for p in model.parameters()])
 
 
 @pytest.mark.parametrize(

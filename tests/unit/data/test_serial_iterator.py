@@ -43,26 +43,20 @@ def test_the_source_documents_iterations(size: int, expected: list[int], of_a_lo
 
 def test_batches_wrap_and_are_always_full() -> None:
     batches = iterator(5, 3, shuffle=False)
-    trace = [
-        (next(batches), batches.epoch, batches.current_position, batches.is_new_epoch)
-        for _ in range(5)
-    ]
-    assert trace == [
+    assert (batches.epoch_detail, batches.previous_epoch_detail) == (0.0, None)
+    expected = [
         ([0, 1, 2], 0, 3, False),
         ([3, 4, 0], 1, 1, True),
         ([1, 2, 3], 1, 4, False),
         ([4, 0, 1], 2, 2, True),
         ([2, 3, 4], 3, 0, True),
     ]
-
-
-def test_epoch_detail() -> None:
-    batches = iterator(5, 3, shuffle=False)
-    assert (batches.epoch_detail, batches.previous_epoch_detail) == (0.0, None)
-    next(batches)
-    assert (batches.epoch_detail, batches.previous_epoch_detail) == (3 / 5, 0.0)
-    next(batches)
-    assert (batches.epoch_detail, batches.previous_epoch_detail) == (1 + 1 / 5, 3 / 5)
+    for number, (batch, epoch, position, is_new) in enumerate(expected):
+        assert next(batches) == batch
+        assert (batches.epoch, batches.current_position) == (epoch, position)
+        assert batches.is_new_epoch is is_new
+        assert batches.epoch_detail == pytest.approx(3 * (number + 1) / 5, rel=1e-15)
+        assert batches.previous_epoch_detail == pytest.approx(3 * number / 5, rel=1e-15)
 
 
 def test_each_epoch_is_a_permutation() -> None:

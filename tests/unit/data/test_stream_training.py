@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader
 
 import torchmn
+from tests.unit.data.test_scattered_stream import Numbers, WithState
 from torchmn.data import scatter_loader
 from torchmn.errors import UsageError
 from torchmn.testing import run_ranks
@@ -21,37 +23,17 @@ READERS = ["rank_0", "each_rank"]
 NUM_EPOCHS = 2
 
 
-class Rows(IterableDataset[Any]):
-    """Samples by number, the same on all ranks, of which each worker yields its own."""
+class Rows(Numbers):
+    """Samples by number, the same on all ranks."""
 
-    def __init__(self, begin: int, end: int) -> None:
-        self.numbers = range(begin, end)
-
-    def __iter__(self) -> Iterator[Any]:
-        worker = get_worker_info()
-        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        for number in itertools.islice(self.numbers, first, None, step):
-            own = torch.Generator().manual_seed(number)
-            values = torch.randn(7, generator=own, dtype=torch.float64)
-            yield {"x": values[:6], "labels": values[6:]}
+    def sample(self, number: int) -> Any:
+        own = torch.Generator().manual_seed(number)
+        values = torch.randn(7, generator=own, dtype=torch.float64)
+        return {"x": values[:6], "labels": values[6:]}
 
 
-class Resumable(Rows):
+class Resumable(Rows, WithState):
     """With a state, which the process that reads it keeps."""
-
-    position = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        for sample in itertools.islice(super().__iter__(), self.position, None):
-            self.position += 1
-            yield sample
-        self.position = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.position = state["position"]
 
 
 class Batches:
@@ -64,30 +46,16 @@ class Batches:
         return self.make()
 
 
+@dataclass(frozen=True)
 class Case:
-    """The stream of one process, and those of ranks.
+    """The stream of one process, and those of ranks."""
 
-    Args:
-        read_by: who reads it.
-        kind: what it is.
-        batch_size: that of all ranks.
-        ends: the number of samples of each rank's share; of the whole stream for ``rank_0``.
-        drop_last: for the loader.
-        data: the class of the data set.
-    """
-
-    def __init__(
-        self,
-        read_by: Any,
-        kind: str,
-        batch_size: int,
-        ends: tuple[int, ...],
-        *,
-        drop_last: bool = False,
-        data: type[Rows] = Rows,
-    ) -> None:
-        self.read_by, self.kind, self.batch_size = read_by, kind, batch_size
-        self.ends, self.drop_last, self.data = ends, drop_last, data
+    read_by: Any
+    kind: str
+    batch_size: int  # that of all ranks
+    ends: tuple[int, ...]  # of each rank's share, or of the whole stream for ``rank_0``
+    drop_last: bool = False
+    data: type[Rows] = Rows
 
     def of_one(self) -> Any:
         """The batches over all ranks."""
@@ -270,11 +238,15 @@ def test_left_early_with_evaluations_between(read_by: Any, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["generator", "iterable", "loader"])
-@pytest.mark.parametrize("read_by", READERS)
-def test_accumulated(read_by: Any, kind: str) -> None:
-    ends = (24,) if read_by == "rank_0" else (8, 8, 8)
-    case = Case(read_by, kind, 6, ends, drop_last=True)
-    assert_as_in_one_process(case, 3, lambda training: training.train(4), every=2)
+@pytest.mark.parametrize(
+    ("read_by", "batch_size", "ends"),
+    [("rank_0", 6, (24, None, None)), ("each_rank", 6, (8, 8, 8)), ("each_rank", 5, (12, 8))],
+)
+def test_accumulated(read_by: Any, batch_size: int, ends: Any, kind: str) -> None:
+    """Parts of one size, and of 3 and 2 samples, which are in proportion."""
+    case = Case(read_by, kind, batch_size, ends, drop_last=True)
+    size = len(ends)
+    assert_as_in_one_process(case, size, lambda training: training.train(4), every=2)
 
 
 @pytest.mark.parametrize("kind", ["iterable", "loader"])

@@ -62,7 +62,7 @@ def make_updater(model: Line, optimizer: Any = None, **options: Any) -> Multipro
         options.pop("iterators", None) or iterators(),
         optimizer or sgd(model, weight_decay=0.01),
         model,
-        **{"devices": CPUS, "timeout_s": 20, **options},
+        **{"devices": CPUS, "timeout_s": limit(20), **options},
     )
 
 
@@ -141,7 +141,7 @@ class TestTraining:
         trainer.extend(lambda manager: begin_s.append(time.monotonic()), name="clock")
         with pytest.raises(PeerLostError) as raised:
             trainer.run()
-        assert time.monotonic() - begin_s[-1] < 15  # less than the time limit of an exchange
+        assert time.monotonic() - begin_s[-1] < limit(15)  # less than that of an exchange
         assert trainer.iteration == 2
         assert "rank 0 is 'gpu1' on cpu" in str(raised.value)
         assert message in str(raised.value)
@@ -181,7 +181,7 @@ class TestScript:
         with subprocess.Popen(
             [sys.executable, SCRIPT], stdout=subprocess.PIPE, text=True
         ) as process:
-            watchdog = threading.Timer(170, process.kill)
+            watchdog = threading.Timer(limit(170), process.kill)
             watchdog.start()
             line = process.stdout.readline()  # type: ignore[union-attr]
             process.kill()

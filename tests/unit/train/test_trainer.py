@@ -10,6 +10,7 @@ import torch
 from pytorch_pfn_extras.training import extensions, triggers
 from torch.utils.data import DataLoader, Subset
 
+from tests.limits import limit
 from torchmn import GlobalSampler, SerialIterator, create_multi_node_optimizer
 from torchmn.comm import Communicator
 from torchmn.errors import DataError, RankMismatchError, UsageError
@@ -205,7 +206,7 @@ def test_elapsed_time_continues(tmp_path: Path) -> None:
     second, _ = make(None, tmp_path, "serial", epochs=3)
     second.load_state_dict(state)
     second.run()
-    assert 1000 < second.elapsed_time < 1030
+    assert 1000 < second.elapsed_time < 1000 + limit(30)
 
 
 @pytest.mark.parametrize("damage", ["missing", "garbage"])
@@ -236,47 +237,43 @@ def test_other_extensions_than_saved_are_refused(tmp_path: Path) -> None:
         other.load_state_dict(trainer.state_dict())
 
 
-class TestLog:
+def test_the_log_has_the_mean_over_ranks(tmp_path: Path) -> None:
     """What is observed differs by rank and iteration, and one rank observes less often."""
 
-    def _log(self, tmp_path: Path, **options: Any) -> list[dict[str, float]]:
-        def body(comm: Communicator) -> Any:
-            trainer = Trainer(Counter(10, 4), (2, "epoch"), tmp_path, comm=comm)
+    def body(comm: Communicator) -> Any:
+        trainer = Trainer(Counter(10, 4), (2, "epoch"), tmp_path, comm=comm)
 
-            def observe(manager: Any) -> None:
-                value = 10 * comm.rank + manager.iteration
-                manager.observation["main/loss"] = torch.tensor(float(value))
-                if comm.rank == 0 or manager.iteration % 2:
-                    manager.observation["rare"] = value
-                manager.observation["text"] = "not a number"
+        def observe(manager: Any) -> None:
+            value = 10 * comm.rank + manager.iteration
+            manager.observation["main/loss"] = torch.tensor(float(value))
+            if comm.rank == 0 or manager.iteration % 2:
+                manager.observation["rare"] = value
+            manager.observation["text"] = "not a number"
 
-            trainer.extend(observe, priority=1000)
-            report = LogReport(comm, **options)
-            trainer.extend(report)
-            trainer.run()
-            return report.log
+        trainer.extend(observe, priority=1000)
+        report = LogReport(comm)
+        trainer.extend(report)
+        trainer.run()
+        return report.log
 
-        logs = run_ranks(body, 2)
-        assert json.loads((tmp_path / "log").read_text()) == logs[0]
-        return logs[0]
-
-    def test_the_mean_over_ranks(self, tmp_path: Path) -> None:
-        first, second = self._log(tmp_path)
-        assert first["main/loss"] == (1 + 2 + 3 + 11 + 12 + 13) / 6
-        assert second["main/loss"] == (4 + 5 + 14 + 15) / 4
-        assert first["rare"] == (1 + 2 + 3 + 11 + 13) / 5
-        assert "text" not in first
+    first, second = run_ranks(body, 2)[0]
+    assert json.loads((tmp_path / "log").read_text()) == [first, second]
+    assert first["main/loss"] == (1 + 2 + 3 + 11 + 12 + 13) / 6
+    assert second["main/loss"] == (4 + 5 + 14 + 15) / 4
+    assert first["rare"] == (1 + 2 + 3 + 11 + 13) / 5
+    assert "text" not in first
 
 
 @pytest.mark.parametrize(
-    ("make_iterator", "message"),
+    "make_iterator",
     [
-        (lambda rank: SerialIterator(points(10 + rank), 4, seed=1), "iterations per epoch"),
-        (lambda rank: DataLoader(Subset(points(9), range(8 + rank)), 4), "iterations per epoch"),
+        lambda rank: SerialIterator(points(10 + rank), 4, seed=1),
+        lambda rank: DataLoader(Subset(points(9), range(8 + rank)), 4),
     ],
+    ids=["iterator", "loader"],
 )
 def test_ranks_whose_epochs_differ_are_refused(
-    tmp_path: Path, make_iterator: Callable[[int], Any], message: str
+    tmp_path: Path, make_iterator: Callable[[int], Any]
 ) -> None:
     def body(comm: Communicator) -> str:
         model = Line()
@@ -287,5 +284,5 @@ def test_ranks_whose_epochs_differ_are_refused(
         return str(raised.value)
 
     for text in run_ranks(body, 2):
-        assert message in text
+        assert "iterations per epoch" in text
         assert "force_equal_length" in text

@@ -47,10 +47,6 @@ def source(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 # ---- whole
 
 
-def test_every_form_holds_the_same(source: Path) -> None:
-    assert_whole(read_cifar10(source))
-
-
 def test_it_is_found_below_the_root_and_by_its_own_name(source: Path) -> None:
     if source.name.endswith("batches-py") or source.name.endswith("batches-bi"):
         source = source.rename(source.with_name(source.name.replace("-bi", "-bin")))

@@ -212,19 +212,20 @@ def test_a_rank_that_raises_ends_the_evaluation_of_all_at_once() -> None:
         assert "rank 1 raised ZeroDivisionError: no such token" in str(other)
 
 
-class Slow(nn.Module):
-    def forward(self, values: Tensor) -> None:
-        time.sleep(0.12)
-        ppe.reporting.report({"loss": values.mean()}, self)
-
-
 def test_a_shard_may_take_longer_than_the_time_limit() -> None:
+    timeout_s = limit(0.8)
+
+    class Slow(nn.Module):
+        def forward(self, values: Tensor) -> None:
+            time.sleep(timeout_s / 8)
+            ppe.reporting.report({"loss": values.mean()}, self)
+
     def body(comm: Communicator) -> Any:
         values = torch.arange(12.0)[: 12 if comm.rank == 0 else 0]
         evaluator = plain_evaluator(TensorDataset(values), 1, model=Slow())
         return create_multi_node_evaluator(evaluator, comm)()
 
-    first, second = run_ranks(body, 2, timeout_s=1)
+    first, second = run_ranks(body, 2, timeout_s=timeout_s)
     assert first == second == {"validation/main/loss": 5.5}
 
 
@@ -260,65 +261,70 @@ def test_a_subclass_with_its_own_loop() -> None:
         assert result["ratio"] == pytest.approx(11 / 4)
 
 
-class TestRefused:
-    def _error(self, make: Callable[[Communicator], object]) -> Exception:
-        def body(comm: Communicator) -> Exception | None:
-            try:
-                make(comm)
-            except Exception as error:
-                return error
-            return None
+class Reports(nn.Module):
+    """Reports the same value for each batch."""
 
-        errors = run_ranks(body, 2)
-        assert all(error is not None for error in errors)
-        return errors[0]  # type: ignore[return-value]
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value = value
 
-    def test_no_evaluator(self) -> None:
-        error = self._error(lambda comm: create_multi_node_evaluator(Scores(), comm))  # type: ignore[type-var]
-        assert isinstance(error, UsageError)
-        assert "Scores" in str(error)
+    def forward(self, *batch: Any) -> None:
+        ppe.reporting.report({"value": self.value}, self)
 
-    def test_twice(self) -> None:
-        def make(comm: Communicator) -> None:
-            evaluator = create_multi_node_evaluator(plain_evaluator(samples(3)), comm)
-            create_multi_node_evaluator(evaluator, comm)
 
-        assert "already" in str(self._error(make))
+def evaluated(comm: Communicator, value: Any, dataset: Any = None, **options: Any) -> None:
+    data = TensorDataset(torch.ones(4)) if dataset is None else dataset
+    evaluator = plain_evaluator(data, model=Reports(value), **options)
+    create_multi_node_evaluator(evaluator, comm)()
 
-    def test_ranks_that_disagree(self) -> None:
-        def make(comm: Communicator) -> None:
-            rule: Any = "average" if comm.rank else "local"
-            create_multi_node_evaluator(plain_evaluator(samples(3)), comm, buffers=rule)
 
-        assert isinstance(self._error(make), RankMismatchError)
+def made(comm: Communicator, **options: Any) -> Evaluator:
+    return create_multi_node_evaluator(plain_evaluator(samples(3)), comm, **options)
 
-    @pytest.mark.parametrize(
-        ("reported", "message"),
-        [(torch.ones(2, 3), "of shape [2, 3]"), ("high", "str 'high'"), (np.ones(2), "[2]")],
-    )
-    def test_a_value_without_a_mean(self, reported: Any, message: str) -> None:
-        class Model(nn.Module):
-            def forward(self, values: Tensor) -> None:
-                ppe.reporting.report({"confusion": reported}, self)
 
-        def make(comm: Communicator) -> None:
-            evaluator = plain_evaluator(TensorDataset(torch.ones(4)), model=Model())
-            create_multi_node_evaluator(evaluator, comm)()
+VALUE = "validation/main/value"
+REFUSED: dict[str, tuple[Callable[[Communicator], object], type[Exception], tuple[str, ...]]] = {
+    "no evaluator": (
+        lambda comm: create_multi_node_evaluator(Scores(), comm),  # type: ignore[type-var]
+        UsageError,
+        ("Scores",),
+    ),
+    "twice": (
+        lambda comm: create_multi_node_evaluator(made(comm), comm),
+        UsageError,
+        ("already",),
+    ),
+    "ranks that disagree": (
+        lambda comm: made(comm, buffers="average" if comm.rank else "local"),
+        RankMismatchError,
+        (),
+    ),
+    "a matrix": (
+        lambda comm: evaluated(comm, torch.ones(2, 3)),
+        UsageError,
+        (VALUE, "of shape [2, 3]"),
+    ),
+    "a text": (lambda comm: evaluated(comm, "high"), UsageError, (VALUE, "str 'high'")),
+    "an array": (lambda comm: evaluated(comm, np.ones(2)), UsageError, (VALUE, "[2]")),
+    "batches without a tensor": (
+        lambda comm: evaluated(comm, 1.0, [1.0, 2.0], collate_fn=tuple),
+        UsageError,
+        ("Ratio(sum, count)",),
+    ),
+}
 
-        error = self._error(make)
-        assert "validation/main/confusion" in str(error)
-        assert message in str(error)
 
-    def test_batches_without_a_tensor(self) -> None:
-        class Model(nn.Module):
-            def forward(self, *numbers: float) -> None:
-                ppe.reporting.report({"loss": 1.0}, self)
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_on_all_ranks(name: str) -> None:
+    make, kind, texts = REFUSED[name]
 
-        def make(comm: Communicator) -> None:
-            evaluator = plain_evaluator([1.0, 2.0], collate_fn=tuple, model=Model())
-            create_multi_node_evaluator(evaluator, comm)()
+    def body(comm: Communicator) -> str:
+        with pytest.raises(kind) as caught:
+            make(comm)
+        return str(caught.value)
 
-        assert "Ratio(sum, count)" in str(self._error(make))
+    for found in run_ranks(body, 2):
+        assert all(text in found for text in texts)
 
 
 def test_the_model_is_in_evaluation_mode_and_back_afterwards() -> None:

@@ -1,5 +1,7 @@
 """One global batch, divided among any number of ranks and passes."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -19,6 +21,14 @@ from torchmn.train.large_batch import BatchGrowth, GlobalBatch
 
 def batches(size: int, *args: object, **options: object) -> list[GlobalBatch]:
     return [GlobalBatch(*args, comm=Placement(rank, size), **options) for rank in range(size)]
+
+
+def of_ones(comm: Any, model: nn.Module, rate: float = 1.0, **options: Any) -> Any:
+    """A model whose parameters are ones, and its optimizer."""
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
+    sgd = torch.optim.SGD(model.parameters(), rate)
+    return model, create_multi_node_optimizer(sgd, comm, model, **options)
 
 
 @given(
@@ -162,10 +172,7 @@ def test_a_growing_batch_keeps_the_memory_of_a_pass() -> None:
 
 def test_an_exception_in_a_pass_leaves_the_optimizer_exchanging() -> None:
     def train(comm: Communicator) -> float:
-        model = nn.Linear(1, 1, bias=False)
-        optimizer = create_multi_node_optimizer(
-            torch.optim.SGD(model.parameters(), 1.0), comm, model
-        )
+        model, optimizer = of_ones(comm, nn.Linear(1, 1, bias=False))
         batch = GlobalBatch(8, comm=comm, local_batch=2)
         x = torch.full((4, 1), float(comm.rank))
         try:
@@ -186,12 +193,7 @@ def test_a_rank_without_samples_clips_as_the_others(size: int) -> None:
     samples = torch.randn(1, 3, generator=torch.Generator().manual_seed(0))
 
     def rank_main(comm: Communicator) -> torch.Tensor:
-        model = nn.Linear(3, 2)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.fill_(1.0)
-        inner = torch.optim.SGD(model.parameters(), 0.1)
-        optimizer = create_multi_node_optimizer(inner, comm, model)
+        model, optimizer = of_ones(comm, nn.Linear(3, 2), 0.1)
         batch = GlobalBatch(8, local_batch=2, comm=comm)
         optimizer.zero_grad()
         for x, share in batch.micro_batches(samples if comm.rank == 0 else samples[:0], optimizer):
@@ -218,12 +220,7 @@ def test_batches_accumulated_under_no_sync_are_exact_or_refused(
     x = torch.randn(sum(sizes), 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
     def rank_main(comm: Communicator) -> torch.Tensor:
-        model = nn.Linear(3, 1).double()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.fill_(1.0)
-        inner = torch.optim.SGD(model.parameters(), 0.1)
-        optimizer = create_multi_node_optimizer(inner, comm, model)
+        model, optimizer = of_ones(comm, nn.Linear(3, 1).double(), 0.1)
         if has_loader:
             scatter_loader(DataLoader(TensorDataset(x)), comm)
         batch = GlobalBatch(8, local_batch=2, comm=comm)
@@ -270,10 +267,7 @@ def test_passes_of_a_training_need_the_optimizer() -> None:
 
 def test_reduction_sum_adds_all_samples() -> None:
     def train(comm: Communicator) -> float:
-        model = nn.Linear(1, 1, bias=False)
-        optimizer = create_multi_node_optimizer(
-            torch.optim.SGD(model.parameters(), 1.0), comm, model, reduction="sum"
-        )
+        model, optimizer = of_ones(comm, nn.Linear(1, 1, bias=False), reduction="sum")
         batch = GlobalBatch(7, comm=comm, local_batch=2)
         x = torch.arange(7.0)[:, None].tensor_split(comm.size)[comm.rank]
         for part, share in batch.micro_batches(x, optimizer):

@@ -42,6 +42,13 @@ def batch_of(global_batch: int = 10, **options: object) -> GlobalBatch:
     return GlobalBatch(global_batch, comm=Placement(0, 1), **options)
 
 
+def sampled(global_batch: int = 10, **options: object) -> GlobalBatch:
+    """With a sampler, by which epochs are counted."""
+    batch = batch_of(global_batch, **options)
+    batch.sampler(NUM_SAMPLES)
+    return batch
+
+
 def rates(schedule: BatchSchedule, num_epochs: int) -> list[float]:
     """Of each step of a loop over the sampler."""
     loader = DataLoader(
@@ -79,8 +86,7 @@ def test_formula(
     make: Callable[[torch.optim.Optimizer, GlobalBatch], BatchSchedule],
     factor: Callable[[int], float],
 ) -> None:
-    batch = batch_of()
-    batch.sampler(NUM_SAMPLES)
+    batch = sampled()
     schedule = make(sgd(), batch)
     assert isinstance(schedule, LRScheduler)
     assert rates(schedule, 4) == pytest.approx([0.1 * factor(10 * k) for k in range(20)])
@@ -88,8 +94,7 @@ def test_formula(
 
 
 def test_factors_are_multiplied_and_the_outermost_schedule_is_stepped() -> None:
-    batch = batch_of(40)
-    batch.sampler(NUM_SAMPLES)
+    batch = sampled(40)
     scaling = LinearScaling(sgd(), batch, base_batch=10)
     warmup = GradualWarmup(scaling, batch, 1)
     schedule = MultiStep(warmup, batch, [2])
@@ -101,8 +106,7 @@ def test_factors_are_multiplied_and_the_outermost_schedule_is_stepped() -> None:
 
 
 def test_two_schedules_side_by_side_are_warned_of() -> None:
-    batch = batch_of()
-    batch.sampler(NUM_SAMPLES)
+    batch = sampled()
     optimizer = sgd()
     first, second = MultiStep(optimizer, batch, [0.1]), Cosine(optimizer, batch, 3)
     for _ in batch._sampler:
@@ -133,8 +137,7 @@ def test_without_a_sampler_samples_are_counted() -> None:
 
 
 def test_decay_after_growth_keeps_batch_over_rate_as_planned() -> None:
-    batch = batch_of(10, growth=BatchGrowth([1, 2, 3], 4, max_batch=50))
-    batch.sampler(NUM_SAMPLES)
+    batch = sampled(10, growth=BatchGrowth([1, 2, 3], 4, max_batch=50))
     schedule = DecayAfterGrowth(sgd(0.1), batch)
     found = rates(schedule, 4)
     # Batches of 10, 40 and 50; the planned ones are 10, 40, 160 and 640.
@@ -144,16 +147,14 @@ def test_decay_after_growth_keeps_batch_over_rate_as_planned() -> None:
 
 
 def test_warmup_without_scaling_and_with_a_smaller_batch() -> None:
-    batch = batch_of(10)
-    batch.sampler(NUM_SAMPLES)
+    batch = sampled(10)
     assert GradualWarmup(sgd(), batch, 1).get_last_lr() == pytest.approx([0.01])
     smaller = LinearScaling(sgd(), batch, base_batch=40)
     assert GradualWarmup(smaller, batch, 1).get_last_lr() == pytest.approx([0.025])  # no warm-up
 
 
 def test_wrong_arguments_are_refused() -> None:
-    batch = batch_of()
-    batch.sampler(NUM_SAMPLES)
+    batch = sampled()
     with pytest.raises(UsageError, match="increasing"):
         MultiStep(sgd(), batch, [2, 1])
     with pytest.raises(UnknownNameError, match="steps"):
@@ -185,15 +186,8 @@ def stepped(schedule: BatchSchedule | LRScheduler, batch: GlobalBatch, num_epoch
             schedule.step()
 
 
-def with_sampler(rate: float | torch.Tensor = 0.1) -> tuple[torch.optim.SGD, GlobalBatch]:
-    batch = batch_of()
-    batch.sampler(NUM_SAMPLES)
-    return sgd(rate), batch
-
-
 def test_a_rate_set_by_others_is_warned_of_with_the_group() -> None:
-    batch = batch_of()
-    batch.sampler(NUM_SAMPLES)
+    batch = sampled()
     groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr": rate} for rate in (0.1, 0.3)]
     optimizer = torch.optim.SGD(groups, 1.0)
     scaling = LinearScaling(optimizer, batch, base_batch=5)
@@ -212,15 +206,15 @@ def test_a_rate_set_by_others_is_warned_of_with_the_group() -> None:
 @pytest.mark.filterwarnings("ignore:The epoch parameter in")  # of SequentialLR in torch 2.6
 def test_one_schedule_after_the_other_is_not_warned_of() -> None:
     """Warnings are errors in tests."""
-    optimizer, batch = with_sampler()
+    optimizer, batch = sgd(), sampled()
     warmup = GradualWarmup(optimizer, batch, 1)
     stepped(SequentialLR(optimizer, [warmup, ExponentialLR(optimizer, 0.5)], [5]), batch, 2)
-    optimizer, batch = with_sampler()
+    optimizer, batch = sgd(), sampled()
     first = LinearLR(optimizer, 0.1, 1, 5)
     stepped(
         SequentialLR(optimizer, [first, Polynomial(optimizer, batch, 3, begin=1)], [5]), batch, 3
     )
-    optimizer, batch = with_sampler()
+    optimizer, batch = sgd(), sampled()
     inner, first = GradualWarmup(optimizer, batch, 1), LinearLR(optimizer, 0.1, 1, 5)
     outer = MultiStep(inner, batch, [1], 0.5)
     stepped(SequentialLR(optimizer, [first, outer], [5]), batch, 1)
@@ -240,7 +234,7 @@ def test_a_resumed_schedule_is_not_warned_of(
     names: tuple[str, ...], rate: float | torch.Tensor
 ) -> None:
     def parts() -> dict[str, object]:
-        optimizer, batch = with_sampler(copy.deepcopy(rate))
+        optimizer, batch = sgd(copy.deepcopy(rate)), sampled()
         scaling = LinearScaling(optimizer, batch, base_batch=5)
         return {
             "sampler": batch._sampler,

@@ -16,11 +16,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from torchmn import (
-    create_multi_node_checkpointer,
-    create_multi_node_optimizer,
-    scatter_loader,
-)
+from tests.limits import limit
+from torchmn import create_multi_node_checkpointer, create_multi_node_optimizer, scatter_loader
 from torchmn.comm import Communicator
 from torchmn.data.batch_shares import BatchShares, in_proportion
 from torchmn.data.scatter import shard_bounds
@@ -225,7 +222,7 @@ def test_a_rank_that_sleeps_gets_fewer_samples() -> None:
 
     class Sleep(Clock):
         def work(self, seconds: float) -> None:
-            time.sleep(0.002 * seconds)
+            time.sleep(limit(0.001) * seconds)  # longer than what a busy machine adds
 
     def rank_main(comm: Communicator) -> int:
         training = Training(comm, Sleep(), shares="speed", local_batch=24)
