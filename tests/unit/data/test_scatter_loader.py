@@ -699,7 +699,9 @@ def test_weights_of_a_sampler_that_ranks_change_in_different_ways(is_new: bool) 
         weights[comm.rank] = 9  # the loss of one of the rank's own samples
         return passes(divided() if is_new else loader, 1)
 
-    with pytest.warns(UserWarning, match=r"WeightedRandomSampler.weights differ.*gather_by_index") as caught:
+    with pytest.warns(
+        UserWarning, match=r"WeightedRandomSampler.weights differ.*gather_by_index"
+    ) as caught:
         run_ranks(rank_main, 2)
     assert len(caught) == 1
 
