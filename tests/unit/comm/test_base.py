@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable
 
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 from tests.limits import limit
+from tests.unit.comm.ranks import one_stays_away
 from torchmn.comm import Communicator
 from torchmn.errors import (
     CommunicationError,
@@ -210,19 +210,8 @@ def test_only_the_root_must_have_a_tensor_to_broadcast() -> None:
 
 
 def test_an_invalid_argument_is_named_if_the_other_ranks_do_not_arrive() -> None:
-    ended = threading.Event()
-
-    def rank_main(comm):
-        if comm.rank == 1:
-            assert ended.wait(timeout=limit(20))
-            return
-        try:
-            with pytest.raises(TimeLimitError, match="rejected its own call: Unknown reduction"):
-                comm.allreduce(ONE, "summ")
-        finally:
-            ended.set()
-
-    run_ranks(rank_main, 2, timeout_s=0.5)
+    with pytest.raises(TimeLimitError, match="rejected its own call: Unknown reduction"):
+        one_stays_away(lambda comm: comm.allreduce(ONE, "summ"))
 
 
 @pytest.mark.parametrize(

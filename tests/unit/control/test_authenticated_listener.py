@@ -44,13 +44,6 @@ class Server:
     def name(self) -> str:
         return "{}:{}".format(*self.address)
 
-    def connect_authenticated(
-        self, limit_s: float = 30.0, secret: str = SECRET, role: str = "tests"
-    ) -> Channel:
-        return connect_authenticated(
-            self.name, secret=secret, role=role, identity=WHO, limit_s=limit_s
-        )
-
     def connect(self) -> socket.socket:
         return socket.create_connection(self.address, timeout=limit(20))
 
@@ -140,10 +133,8 @@ def authenticated_by(listener: socket.socket, **options: Any) -> AuthenticatedLi
     return AuthenticatedListener(listener, secret=SECRET, role="tests", **options)
 
 
-def join(address: str, limit_s: float = 30.0) -> Channel:
-    return connect_authenticated(
-        address, secret=SECRET, role="tests", identity=WHO, limit_s=limit_s
-    )
+def join(address: str, limit_s: float = 30.0, secret: str = SECRET, role: str = "tests") -> Channel:
+    return connect_authenticated(address, secret=secret, role=role, identity=WHO, limit_s=limit_s)
 
 
 @contextmanager
@@ -165,7 +156,7 @@ def say_once(listener: socket.socket, words: bytes) -> None:
 
 def test_a_client_with_the_secret_is_accepted_and_can_send(start_server: Open) -> None:
     server = start_server()
-    with closing(server.connect_authenticated()) as own:
+    with closing(join(server.name)) as own:
         until(lambda: bool(server.clients))
         ((channel, who),) = server.clients
         assert who == WHO
@@ -196,7 +187,7 @@ def test_a_message_sent_right_after_the_handshake_is_not_lost(start_server: Open
 def test_a_wrong_secret_or_role_is_rejected(start_server: Open, secret: str, role: str) -> None:
     server = start_server()
     with pytest.raises(LaunchError, match="TORCHMN_SECRET is the same here") as caught:
-        server.connect_authenticated(limit_s=0.5, secret=secret, role=role)
+        join(server.name, 0.5, secret, role)
     assert secret not in str(caught.value)
     assert server.clients == []
 
@@ -220,7 +211,7 @@ def test_unauthenticated_clients_receive_the_greeting_only(start_server: Open, s
         client.sendall(sent)
         assert len(read_all(client)) <= len(b"torchmn listener 1 \n") + 32
     assert server.clients == []
-    server.connect_authenticated().close()
+    join(server.name).close()
 
 
 def test_a_signed_identity_that_is_no_message_is_rejected(start_server: Open) -> None:
@@ -268,24 +259,20 @@ def test_a_client_rejects_its_own_proof_as_an_answer(start_server: Open) -> None
             join(channels.address_of(fake))
 
 
-def test_a_changed_identity_is_rejected(start_server: Open) -> None:
-    server = start_server()
-    with server.connect() as client:
-        number = client.recv(100).split()[-1]
-        proof = module._proof(SECRET, b"client", "tests", number, b"0" * 32, encode(WHO))
-        other = encode(LogWarning(text="rank 1"))
-        client.sendall(b" ".join((b"0" * 32, proof, other)))
-        assert read_all(client) == b""
-    assert server.clients == []
-
-
-def test_bytes_after_the_proof_are_rejected(start_server: Open) -> None:
+@pytest.mark.parametrize(
+    ("identity", "after"),
+    [(LogWarning(text="rank 1"), b""), (WHO, encode(Terminate(signum=9)))],
+    ids=["another identity", "bytes after the proof"],
+)
+def test_what_the_proof_is_not_of_is_rejected(
+    start_server: Open, identity: Message, after: bytes
+) -> None:
     """Nothing sent before the listener's answer may count as a message."""
     server = start_server()
     with server.connect() as client:
         number = client.recv(100).split()[-1]
         proof = module._proof(SECRET, b"client", "tests", number, b"0" * 32, encode(WHO))
-        client.sendall(b" ".join((b"0" * 32, proof, encode(WHO))) + encode(Terminate(signum=9)))
+        client.sendall(b" ".join((b"0" * 32, proof, encode(identity))) + after)
         assert read_all(client) == b""
     assert server.clients == []
 
@@ -311,7 +298,7 @@ def test_silent_and_slow_clients_are_dropped(start_server: Open) -> None:
             is_shut.set()
             thread.join()
     until(lambda: len(server.authenticated._pending) == 0)
-    server.connect_authenticated().close()
+    join(server.name).close()
 
 
 def test_a_late_listener_accepts_clients_that_answered_in_time() -> None:

@@ -61,8 +61,8 @@ def test_only_ranks_of_a_job_get_its_port(
 ) -> None:
     publish("one", 1111)
     publish("other", 2222)
-    assert lookup("one", 5, tmp_path) == ("127.0.0.1", 1111)
-    assert lookup("other", 5, tmp_path) == ("127.0.0.1", 2222)
+    assert lookup("one", limit(5), tmp_path) == ("127.0.0.1", 1111)
+    assert lookup("other", limit(5), tmp_path) == ("127.0.0.1", 2222)
     assert lookup("third", 0.2, tmp_path) is None
 
 
@@ -85,35 +85,8 @@ def test_a_file_that_an_earlier_job_left_leads_nowhere(
         port_discovery._file_of("job", tmp_path).write_text(f"{address} {'0' * 64}\n")
         thread = threading.Timer(0.2, publish, ("job", 1111))
         thread.start()
-        assert lookup("job", 20, tmp_path) == ("127.0.0.1", 1111)
+        assert lookup("job", limit(20), tmp_path) == ("127.0.0.1", 1111)
         thread.join()
-
-
-def test_unauthenticated_clients_receive_nothing(
-    publish: Callable[..., Callable[[], None]], tmp_path: Path
-) -> None:
-    publish("job", 4444)
-    for sent in (b"", b"short", b"x" * 32, b"x" * 100_000):
-        with socket.create_connection(listener_of("job", tmp_path), timeout=limit(5)) as client:
-            client.sendall(sent)
-            received = b""
-            with contextlib.suppress(OSError):  # it may have hung up already
-                client.shutdown(socket.SHUT_WR)
-                while chunk := client.recv(100):
-                    received += chunk
-            assert len(received.splitlines()) <= 1  # a number to sign
-    assert lookup("job", 5, tmp_path) == ("127.0.0.1", 4444)
-
-
-def test_slow_clients_do_not_delay_ranks(
-    publish: Callable[..., Callable[[], None]], tmp_path: Path
-) -> None:
-    publish("job", 4444)
-    with contextlib.ExitStack() as stack:
-        for _ in range(200):
-            address = listener_of("job", tmp_path)
-            stack.enter_context(socket.create_connection(address, timeout=limit(5)))
-        assert lookup("job", 5, tmp_path) == ("127.0.0.1", 4444)
 
 
 def test_it_listens_on_the_requested_interface_only(
@@ -123,7 +96,7 @@ def test_it_listens_on_the_requested_interface_only(
     _, port = listener_of("job", tmp_path)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), timeout=limit(5))
-    assert lookup("job", 5, tmp_path) == ("127.0.0.2", 4444)
+    assert lookup("job", limit(5), tmp_path) == ("127.0.0.2", 4444)
 
 
 ATTACK = """
