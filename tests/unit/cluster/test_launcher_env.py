@@ -67,6 +67,8 @@ def slurm_step(
     }
 
 
+LAST_OF_8 = torchrun(7, 8, local=3, per_node=4, agents=2)
+SECOND_NODE = slurm_step(1, 2, node=1, nodes=2)
 # (environment, launcher, rank, size, intra_rank, intra_size, inter_rank, inter_size)
 KNOWN = {
     "torchrun": (torchrun(5, 8, local=1, per_node=4, agents=2), "torchrun 5 8 1 4 1 2"),
@@ -106,33 +108,25 @@ KNOWN = {
         "Open MPI 3 4 3 4 - -",
     ),
     "mpirun whose daemons srun started": (
-        slurm_step(1, 2, node=1, nodes=2) | open_mpi(5, 8, local=1, per_node=4, daemon=2),
+        SECOND_NODE | open_mpi(5, 8, local=1, per_node=4, daemon=2),
         "Open MPI 5 8 1 4 - -",
     ),
     "mpiexec whose proxies srun started": (
-        slurm_step(1, 2, node=1, nodes=2) | mpich(5, 8, local=1, per_node=4),
+        SECOND_NODE | mpich(5, 8, local=1, per_node=4),
         "MPICH 5 8 1 4 - -",
     ),
-    "torchrun agents by mpirun": (
-        open_mpi(1, 2) | torchrun(7, 8, local=3, per_node=4, agents=2),
-        "torchrun 7 8 3 4 1 2",
-    ),
+    "torchrun agents by mpirun": (open_mpi(1, 2) | LAST_OF_8, "torchrun 7 8 3 4 1 2"),
     "torchrun agents by mpirun, in another order": (
-        open_mpi(0, 2) | torchrun(7, 8, local=3, per_node=4, agents=2),
+        open_mpi(0, 2) | LAST_OF_8,
         "torchrun 7 8 3 4 1 2",
     ),
     "torchrun agents of one rank by mpirun": (
         open_mpi(3, 4) | torchrun(1, 4, agents=4),
         "torchrun 1 4 0 1 1 4",
     ),
-    "torchrun agents by srun": (
-        slurm_step(1, 2, node=1, nodes=2) | torchrun(7, 8, local=3, per_node=4, agents=2),
-        "torchrun 7 8 3 4 1 2",
-    ),
+    "torchrun agents by srun": (SECOND_NODE | LAST_OF_8, "torchrun 7 8 3 4 1 2"),
     "torchrun agents by srun with PMIx": (
-        slurm_step(1, 2, node=1, nodes=2)
-        | {"PMIX_RANK": "1"}
-        | torchrun(7, 8, local=3, per_node=4, agents=2),
+        SECOND_NODE | {"PMIX_RANK": "1"} | LAST_OF_8,
         "torchrun 7 8 3 4 1 2",
     ),
     "one torchrun in mpirun -n 1": (
@@ -195,7 +189,7 @@ CONTRADICTIONS = {
         "OMPI_COMM_WORLD_SIZE=2, SLURM_STEP_NUM_TASKS=4",
     ),
     "mpiruns by srun, one on each node": (
-        slurm_step(1, 2, node=1, nodes=2) | open_mpi(0, 2, per_node=2, daemon=0),
+        SECOND_NODE | open_mpi(0, 2, per_node=2, daemon=0),
         "OMPI_COMM_WORLD_SIZE=2, SLURM_STEP_NUM_TASKS=2",
     ),
     "PMIx of another launcher": (

@@ -16,6 +16,9 @@ from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.comm.transports.tcp import TcpTransport
 from torchmn.testing import run_ranks, run_threads
 
+SHORT_S = limit(0.3)
+"""A limit that passes."""
+
 
 def run_transports(
     function: Callable[[Any], Any],
@@ -46,7 +49,7 @@ def one_stays_away(
     *,
     absent: int = 1,
     before: Callable[[Communicator], object] = lambda comm: None,
-    timeout_s: float = 0.5,
+    timeout_s: float = SHORT_S,
     **options: Any,
 ) -> Any:
     """What ``call`` gives on one rank of two; the other one does ``before`` and does not arrive.

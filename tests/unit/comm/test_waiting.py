@@ -68,10 +68,7 @@ def evaluates_alone(seconds: float) -> None:
     time.sleep(seconds)
 
 
-@pytest.mark.parametrize(
-    ("name", "hosts"),
-    [("flat", ()), ("hierarchical", ("a", "a", "b", "b"))],
-)
+@pytest.mark.parametrize(("name", "hosts"), [("flat", ()), ("hierarchical", ("a", "a", "b", "b"))])
 def test_a_rank_that_works_is_waited_for_with_one_message(
     name: str, hosts: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:

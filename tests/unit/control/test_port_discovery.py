@@ -16,20 +16,12 @@ import pytest
 
 import torchmn
 from tests.limits import limit
+from tests.unit.cluster.test_launcher_env import open_mpi, slurm_step
 from torchmn.cluster.launcher_env import read_launcher_env
 from torchmn.control import port_discovery
 from torchmn.errors import LaunchError
 
-SLURM = {
-    "SLURM_JOB_ID": "7",
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "1",
-    "SLURM_NTASKS": "4",
-    "SLURM_NODEID": "0",
-    "SLURM_STEP_NUM_NODES": "2",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-    "SLURM_STEP_NODELIST": "n[3-4]",
-}
+SLURM = slurm_step(1, 4, nodes=2) | {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "n[3-4]"}
 
 
 @pytest.fixture
@@ -114,13 +106,7 @@ port_discovery.publish_port(port_discovery.job_name(env), 666, host="127.0.0.1",
 print("waits for ranks", flush=True)
 time.sleep(600)
 """
-ONE_HOST = {
-    "PMIX_NAMESPACE": f"prterun-{uuid.uuid4().hex}@1",
-    "OMPI_COMM_WORLD_RANK": "1",
-    "OMPI_COMM_WORLD_SIZE": "2",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-}
+ONE_HOST = open_mpi(1, 2, local=1, per_node=2) | {"PMIX_NAMESPACE": f"prterun-{uuid.uuid4().hex}@1"}
 
 
 @pytest.mark.root

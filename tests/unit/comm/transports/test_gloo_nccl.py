@@ -19,7 +19,7 @@ from torchmn.comm.transports.base import MAX_DIRECT_RANKS, TimeLimit
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.testing import run_ranks
 
-SCRIPT = """
+SCRIPT = f"""
 import time
 from torchmn.errors import CommunicationError
 from torchmn.testing import run_ranks
@@ -28,8 +28,8 @@ def rank_main(comm):
         comm.barrier() if comm.rank == 1 else comm.allgather_obj(1)
     except CommunicationError as error:
         print("message:", error)
-    time.sleep(1)
-run_ranks(rank_main, 3, timeout_s=1)
+    time.sleep({limit(1)})
+run_ranks(rank_main, 3, timeout_s={limit(1)})
 """
 
 
