@@ -11,6 +11,7 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from tests.limits import limit
+from tests.unit.comm.ranks import run_transports
 from torchmn import create_communicator
 from torchmn.cluster import Topology
 from torchmn.comm import Timeout
@@ -23,7 +24,7 @@ from torchmn.errors import (
     UnsupportedError,
     UsageError,
 )
-from torchmn.testing import run_ranks, run_threads
+from torchmn.testing import run_ranks
 
 
 def alone() -> TorchDistributedTransport:
@@ -32,11 +33,9 @@ def alone() -> TorchDistributedTransport:
 
 def test_only_rank_0_prints_where_ranks_are_quiet(capsys: pytest.CaptureFixture[str]) -> None:
     """Ranks are threads here, which share the stream: rank 1 drops what is printed."""
-    store = HashStore()
     before = sys.stdout
 
-    def rank_main(rank: int) -> None:
-        transport = TorchDistributedTransport(store, rank, 2, timeout_s=limit(5))
+    def rank_main(transport: TorchDistributedTransport) -> None:
         comm = create_communicator(
             "naive", transport=transport, topology=Topology(("localhost",) * 2), quiet=True
         )
@@ -46,7 +45,7 @@ def test_only_rank_0_prints_where_ranks_are_quiet(capsys: pytest.CaptureFixture[
         comm.barrier()
         comm.finalize()
 
-    run_threads(rank_main, 2)
+    run_transports(rank_main, 2)
     assert sys.stdout is before
     create_communicator("naive", transport=alone(), quiet=True).finalize()
     print("rank 0")
@@ -103,18 +102,13 @@ def test_gradient_dtypes_by_name_and_as_dtypes(dtype: object) -> None:
 
 
 def test_ranks_with_different_arguments_raise() -> None:
-    store = HashStore()
-
-    def rank_main(rank: int) -> None:
-        transport = TorchDistributedTransport(store, rank, 2, timeout_s=limit(5))
+    def rank_main(transport: TorchDistributedTransport) -> None:
+        name = "naive" if transport.rank else "flat"
         text = "different name: rank 0: 'flat'; rank 1: 'naive'"
         with pytest.raises(RankMismatchError, match=text):
-            create_communicator(
-                "naive" if rank else "flat", transport=transport, timeout_s=limit(5)
-            )
-        transport.close()
+            create_communicator(name, transport=transport, timeout_s=limit(5))
 
-    run_threads(rank_main, 2)
+    run_transports(rank_main, 2)
 
 
 def test_a_rank_knows_its_place() -> None:

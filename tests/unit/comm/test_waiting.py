@@ -11,16 +11,16 @@ from typing import TypeVar
 
 import pytest
 import torch
-from torch._C._distributed_c10d import HashStore
 
 import torchmn
 from tests.limits import limit
+from tests.unit.comm.ranks import run_transports
 from torchmn import Timeout, TorchmnError
 from torchmn.cluster import Topology
 from torchmn.comm import Communicator, waiting
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.errors import RankMismatchError, TimeLimitError, UsageError
-from torchmn.testing import run_ranks, run_threads
+from torchmn.testing import run_ranks
 
 Result = TypeVar("Result")
 
@@ -34,12 +34,11 @@ def run(
     hosts: tuple[str, ...] = (),
 ) -> list[Result]:
     """As `run_ranks`, with both limits."""
-    store = HashStore()
 
-    def rank_main(rank: int) -> Result:
+    def rank_main(transport: TorchDistributedTransport) -> Result:
         comm = torchmn.create_communicator(
             name,
-            transport=TorchDistributedTransport(store, rank, size, timeout_s=limit(20)),
+            transport=transport,
             topology=Topology(hosts or ("localhost",) * size),
             timeout_s=replace(timeout, first_s=timeout.unreachable_s),
         )
@@ -48,7 +47,7 @@ def run(
         finally:
             comm.finalize()
 
-    return run_threads(rank_main, size)
+    return run_transports(rank_main, size)
 
 
 def errors_of(function: Callable[[Communicator], object], size: int, timeout: Timeout) -> list[str]:
@@ -202,14 +201,12 @@ def test_values() -> None:
 
 
 def test_ranks_that_give_other_limits() -> None:
-    store = HashStore()
-
-    def rank_main(rank: int) -> None:
-        transport = TorchDistributedTransport(store, rank, 2, timeout_s=limit(20))
-        torchmn.create_communicator("flat", transport=transport, timeout_s=limit(20) + rank)
+    def rank_main(transport: TorchDistributedTransport) -> None:
+        timeout_s = limit(20) + transport.rank
+        torchmn.create_communicator("flat", transport=transport, timeout_s=timeout_s)
 
     with pytest.raises(RankMismatchError, match="timeout_s"):
-        run_threads(rank_main, 2)
+        run_transports(rank_main, 2)
 
 
 def test_a_rank_that_has_ended_is_noticed_long_before(monkeypatch: pytest.MonkeyPatch) -> None:
