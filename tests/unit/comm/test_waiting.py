@@ -14,13 +14,12 @@ import torch
 
 import torchmn
 from tests.limits import limit
-from tests.unit.comm.ranks import run_transports
+from tests.unit.comm.ranks import one_stays_away, run_transports
 from torchmn import Timeout, TorchmnError
 from torchmn.cluster import Topology
 from torchmn.comm import Communicator, waiting
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.errors import RankMismatchError, TimeLimitError, UsageError
-from torchmn.testing import run_ranks
 
 Result = TypeVar("Result")
 
@@ -162,20 +161,12 @@ def test_who_arrives_late_has_the_whole_limit_for_the_exchange() -> None:
 
 
 def test_a_number_is_the_limit_for_both() -> None:
-    is_over = threading.Event()
-
-    def train(comm: Communicator) -> float:
+    def call(comm: Communicator) -> None:
         assert comm.flight_recorder.peers is None
-        began = time.monotonic()
-        if comm.rank == 0:
-            is_over.wait(limit(30))
-            return 0.0
         with pytest.raises(TimeLimitError):
             comm.barrier()
-        is_over.set()
-        return time.monotonic() - began
 
-    assert run_ranks(train, 2, timeout_s=limit(0.3))[1] < limit(20)
+    one_stays_away(call)
 
 
 def test_communicators_split_off_ask_as_well(caplog: pytest.LogCaptureFixture) -> None:
