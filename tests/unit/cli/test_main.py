@@ -55,7 +55,8 @@ def test_a_working_directory_that_was_removed(
 
 @pytest.mark.processes
 def test_torchrun_s_completion_needs_no_script() -> None:
-    own = run("-m", "torchmn", "--show-completion", "bash")
+    named = {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}  # else it is that of the caller
+    own = run("-m", "torchmn", "--show-completion", "bash", **named)
     asked = run("-m", "torchmn", "run", "--print-completion", "bash")
     assert (asked.returncode, asked.stdout, asked.stderr) == (0, own.stdout, "")
     assert "complete" in own.stdout
