@@ -5,6 +5,7 @@ import resource
 import select
 import selectors
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -272,6 +273,15 @@ def test_silent_and_slow_clients_are_dropped(start_server: Open) -> None:
         finally:
             is_shut.set()
             thread.join()
+    until(lambda: len(server.authenticated._pending) == 0)
+    join(server.name).close()
+
+
+def test_a_client_that_resets_its_connection_is_dropped(start_server: Open) -> None:
+    server = start_server()
+    with server.connect() as client:
+        client.recv(100)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     until(lambda: len(server.authenticated._pending) == 0)
     join(server.name).close()
 
