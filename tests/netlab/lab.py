@@ -14,14 +14,7 @@ from typing import IO, Any, Literal
 
 from tests.limits import limit
 from tests.netlab.cleanup import END_S
-from tests.netlab.construction import (
-    INTERFACE,
-    MAX_HOSTS,
-    HostParts,
-    LabParts,
-    port_of,
-    shape,
-)
+from tests.netlab.construction import INTERFACE, MAX_HOSTS, HostParts, LabParts, port_of, shape
 from tests.netlab.namespaces import call, entering, missing_requirement, pinned, tool
 from torchmn.cluster.network import rate_bytes_per_s
 from torchmn.errors import LaunchError, UsageError

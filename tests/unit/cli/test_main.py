@@ -42,11 +42,6 @@ def test_the_bare_command_shows_its_help() -> None:
     assert bare.stderr == ""
 
 
-@pytest.mark.processes
-def test_a_shell_completes_options() -> None:
-    assert completed("torchmn run --launch") == ["--launcher"]
-
-
 @pytest.mark.parametrize("words", [["run", "x.py"], ["run", "-m", "x"], ["doctor"]])
 def test_a_working_directory_that_was_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
@@ -55,15 +50,13 @@ def test_a_working_directory_that_was_removed(
     folder.mkdir()
     monkeypatch.chdir(folder)
     folder.rmdir()
-    assert run_command(words) == (
-        "The working directory was removed: cd to one that exists.",
-        2,
-    )
+    assert run_command(words) == ("The working directory was removed: cd to one that exists.", 2)
 
 
 @pytest.mark.processes
 def test_torchrun_s_completion_needs_no_script() -> None:
-    own = run("-m", "torchmn", "--show-completion", "bash")
+    named = {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}  # else it is that of the caller
+    own = run("-m", "torchmn", "--show-completion", "bash", **named)
     asked = run("-m", "torchmn", "run", "--print-completion", "bash")
     assert (asked.returncode, asked.stdout, asked.stderr) == (0, own.stdout, "")
     assert "complete" in own.stdout
@@ -74,13 +67,14 @@ def test_torchrun_s_completion_needs_no_script() -> None:
     ("words", "values"),
     [
         ("torchmn ins", ["inspect"]),
+        ("torchmn run --launch", ["--launcher"]),
         ("torchmn run --launcher m", ["mpirun"]),
         ("torchmn run --backend n", ["nccl"]),
         ("torchmn submit --scheduler ", ["pbs", "slurm", "grid_engine"]),
         ("torchmn run trai", []),  # then the shell completes names of files
     ],
 )
-def test_a_shell_completes_values(words: str, values: list[str]) -> None:
+def test_a_shell_completes(words: str, values: list[str]) -> None:
     assert completed(words) == values
 
 
@@ -155,8 +149,7 @@ def test_ctrl_c_while_it_starts_is_one_message(module: str, tmp_path: Path) -> N
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    "module",
-    ["torchmn.cli.app", "torchmn.run", "torchmn.run.agent_main", "torchmn.cluster"],
+    "module", ["torchmn.cli.app", "torchmn.run", "torchmn.run.agent_main", "torchmn.cluster"]
 )
 def test_starts_without_heavy_modules(module: str) -> None:
     code = f"import sys, {module}; print([m for m in sys.modules if m in {HEAVY}])"

@@ -66,16 +66,11 @@ def test_without_a_link_one_message_names_it(tmp_path: Path) -> None:
     assert "or add rate and latency_s to the table" in text
 
 
-def test_nothing_to_predict_is_an_error(file: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="power_sgd cannot be timed"):
-        answer(file, "--codecs", "power_sgd")
-    with pytest.raises(UsageError, match="--hosts 'two' must be whole numbers"):
-        answer(file, "--hosts", "two")
-
-
 @pytest.mark.parametrize(
     ("words", "text"),
     [
+        (("--codecs", "power_sgd"), "power_sgd cannot be timed"),
+        (("--hosts", "two"), "--hosts 'two' must be whole numbers"),
         (("--links", "10foo"), "'10foo' is not a positive number of bits"),
         (("--hosts", "-1"), "--hosts must be at least 1, got -1"),
         (("--schedules", "foo"), "No prediction model for schedule 'foo': there is one for every"),

@@ -78,9 +78,7 @@ def test_two_runs_are_compared(tmp_path: Path) -> None:
 
 def test_two_runs_on_different_numbers_of_ranks(runs: Sequence[Path]) -> None:
     """They are a scaling."""
-    done = run("-m", "torchmn", "report", str(runs[0]), str(runs[1]), "--json")
-    assert done.returncode == 0, done.stderr
-    found = checked("report", done.stdout)
+    found = checked("report", report(*runs[:2], "--json"))
     assert found["comparison"] is None
     assert len(found["scaling"]["points"]) == 2
 
@@ -146,14 +144,25 @@ def test_memory_is_there_however_long_ago_it_was_measured(tmp_path: Path) -> Non
     ]
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("{none} --text", "it does not exist"),
+        ("{empty} --text", "it has no steps/rank*.jsonl"),
+        ("{run} --text --json", "exclude each other"),
+        ("{run} --text --output x.html", "--output is for the page"),
+        ("{run} {run} --metrics file", "shows one run"),
+        ("{run} --output {none}/page.html", "cannot be written"),
+        ("{run} --metrics {none}/file", "cannot be written"),
+    ],
+)
 def test_wrong_requests(
-    capsys: pytest.CaptureFixture[str], runs: Sequence[Path], tmp_path: Path
+    capsys: pytest.CaptureFixture[str], runs: Sequence[Path], tmp_path: Path, words: str, said: str
 ) -> None:
-    assert "it has no steps/rank*.jsonl" in error_of(capsys, tmp_path, "--text")
-    assert "it does not exist" in error_of(capsys, tmp_path / "none", "--text")
-    assert "exclude each other" in error_of(capsys, runs[0], "--text", "--json")
-    assert "--output is for the page" in error_of(capsys, runs[0], "--text", "--output", "x.html")
-    assert "shows one run" in error_of(capsys, *runs, "--metrics", "file")
+    if "--metrics" in words:
+        pytest.importorskip("prometheus_client", reason=NO_CLIENT)
+    folders = {"run": runs[0], "empty": tmp_path, "none": tmp_path / "none"}
+    assert said in error_of(capsys, *words.format(**folders).split())
 
 
 @pytest.mark.parametrize("text", ["9100", "-3", "foo:bar"])
@@ -172,20 +181,6 @@ def test_no_port_is_served(
     assert list(tmp_path.iterdir()) == []
     report(runs[0], "--metrics", tmp_path / text)
     assert [path.name for path in tmp_path.iterdir()] == [text]
-
-
-def test_a_page_that_cannot_be_written(
-    capsys: pytest.CaptureFixture[str], runs: Sequence[Path], tmp_path: Path
-) -> None:
-    line = error_of(capsys, runs[0], "--output", tmp_path / "none" / "page.html")
-    assert "cannot be written" in line
-
-
-def test_metrics_that_cannot_be_written(
-    capsys: pytest.CaptureFixture[str], runs: Sequence[Path], tmp_path: Path
-) -> None:
-    pytest.importorskip("prometheus_client", reason=NO_CLIENT)
-    assert "cannot be written" in error_of(capsys, runs[0], "--metrics", tmp_path / "no" / "file")
 
 
 def test_without_prometheus_client(

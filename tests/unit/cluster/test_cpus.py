@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.unit.cluster.test_memory import write
 from torchmn.cluster.cpus import Processors, assign_cpus, available_processors, cpu_quota
 from torchmn.errors import UsageError
 
@@ -62,11 +63,10 @@ def test_rank_outside_is_refused(rank: int) -> None:
 
 
 def test_order_follows_sockets_and_cores(tmp_path: Path) -> None:
-    for number, (socket, core) in {0: (1, 0), 1: (0, 0)}.items():
-        folder = tmp_path / f"sys/devices/system/cpu/cpu{number}/topology"
-        folder.mkdir(parents=True)
-        (folder / "physical_package_id").write_text(f"{socket}\n")
-        (folder / "core_id").write_text(f"{core}\n")
+    for number, socket in enumerate((1, 0)):
+        folder = f"sys/devices/system/cpu/cpu{number}/topology"
+        ids = {f"{folder}/physical_package_id": f"{socket}\n", f"{folder}/core_id": "0\n"}
+        write(tmp_path, ids)
     if not {0, 1} <= os.sched_getaffinity(0):
         pytest.skip(reason="this process may not use cores 0 and 1")
     order = available_processors(tmp_path).logical
@@ -74,21 +74,18 @@ def test_order_follows_sockets_and_cores(tmp_path: Path) -> None:
 
 
 def test_quota_of_version_2_is_the_minimum_of_all_levels(tmp_path: Path) -> None:
-    (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/self/cgroup").write_text("0::/a/b\n")
-    for level, text in {"": "max 100000", "a": "150000 100000", "a/b": "400000 100000"}.items():
-        folder = tmp_path / "sys/fs/cgroup" / level
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "cpu.max").write_text(f"{text}\n")
+    levels = {"": "max 100000", "a/": "150000 100000", "a/b/": "400000 100000"}
+    files = {f"sys/fs/cgroup/{level}cpu.max": f"{text}\n" for level, text in levels.items()}
+    write(tmp_path, {"proc/self/cgroup": "0::/a/b\n", **files})
     assert cpu_quota(tmp_path) == 1.5
 
 
 @pytest.mark.parametrize(("quota_us", "quota"), [("250000", 2.5), ("-1", None)])
 def test_quota_of_version_1(tmp_path: Path, quota_us: str, quota: float | None) -> None:
-    (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/self/cgroup").write_text("4:cpu,cpuacct:/docker/x\n1:memory:/y\n")
-    folder = tmp_path / "sys/fs/cgroup/cpu"
-    folder.mkdir(parents=True)
-    (folder / "cpu.cfs_quota_us").write_text(f"{quota_us}\n")
-    (folder / "cpu.cfs_period_us").write_text("100000\n")
+    files = {
+        "proc/self/cgroup": "4:cpu,cpuacct:/docker/x\n1:memory:/y\n",
+        "sys/fs/cgroup/cpu/cpu.cfs_quota_us": f"{quota_us}\n",
+        "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+    }
+    write(tmp_path, files)
     assert cpu_quota(tmp_path) == quota

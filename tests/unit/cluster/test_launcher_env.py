@@ -11,65 +11,46 @@ from torchmn.errors import TopologyError
 Env = dict[str, str]
 
 
+def variables(**numbers: int) -> Env:
+    return {name: str(number) for name, number in numbers.items()}
+
+
 def torchrun(rank: int, size: int, *, local: int = 0, per_node: int = 1, agents: int = 1) -> Env:
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "LOCAL_RANK": str(local),
-        "LOCAL_WORLD_SIZE": str(per_node),
-        "GROUP_RANK": str(rank // per_node),
-        "GROUP_WORLD_SIZE": str(agents),
-    }
+    own = variables(RANK=rank, LOCAL_RANK=local, GROUP_RANK=rank // per_node)
+    return own | variables(WORLD_SIZE=size, LOCAL_WORLD_SIZE=per_node, GROUP_WORLD_SIZE=agents)
+
+
+def mpi(prefix: str, rank: int, size: int, local: int, per_node: int) -> Env:
+    names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    values = (rank, size, local, per_node)
+    return {f"{prefix}_COMM_WORLD_{n}": str(v) for n, v in zip(names, values, strict=True)}
 
 
 def open_mpi(rank: int, size: int, *, local: int = 0, per_node: int = 1, daemon: int = 0) -> Env:
-    return {
-        "OMPI_COMM_WORLD_RANK": str(rank),
-        "OMPI_COMM_WORLD_SIZE": str(size),
-        "OMPI_COMM_WORLD_LOCAL_RANK": str(local),
-        "OMPI_COMM_WORLD_LOCAL_SIZE": str(per_node),
-        "OMPI_COMM_WORLD_NODE_RANK": str(local),
-        "PMIX_RANK": str(rank),
-        "PMIX_SERVER_URI41": f"prterun-a.b-12@0.{daemon};tcp4://10.0.0.1:54859",
-    }
+    uri = {"PMIX_SERVER_URI41": f"prterun-a.b-12@0.{daemon};tcp4://10.0.0.1:54859"}
+    own = variables(OMPI_COMM_WORLD_NODE_RANK=local, PMIX_RANK=rank)
+    return mpi("OMPI", rank, size, local, per_node) | own | uri
 
 
 def mpich(rank: int, size: int, *, local: int = 0, per_node: int = 1) -> Env:
-    return {
-        "PMI_RANK": str(rank),
-        "PMI_SIZE": str(size),
-        "MPI_LOCALRANKID": str(local),
-        "MPI_LOCALNRANKS": str(per_node),
-    }
+    node = variables(MPI_LOCALRANKID=local, MPI_LOCALNRANKS=per_node)
+    return variables(PMI_RANK=rank, PMI_SIZE=size) | node
 
 
 def pals(rank: int, *, local: int = 0, per_node: int = 1, node: int = 0) -> Env:
-    return {
-        "PALS_RANKID": str(rank),
-        "PALS_LOCAL_RANKID": str(local),
-        "PALS_LOCAL_SIZE": str(per_node),
-        "PALS_NODEID": str(node),
-    }
+    own = variables(PALS_RANKID=rank, PALS_LOCAL_RANKID=local)
+    return own | variables(PALS_LOCAL_SIZE=per_node, PALS_NODEID=node)
 
 
 def mvapich(rank: int, size: int, *, local: int = 0, per_node: int = 1, mv: str = "MV2") -> Env:
-    return {
-        f"{mv}_COMM_WORLD_RANK": str(rank),
-        f"{mv}_COMM_WORLD_SIZE": str(size),
-        f"{mv}_COMM_WORLD_LOCAL_RANK": str(local),
-        f"{mv}_COMM_WORLD_LOCAL_SIZE": str(per_node),
-    }
+    return mpi(mv, rank, size, local, per_node)
 
 
 def slurm_job(tasks: int, nodes: int) -> Env:
     """What an sbatch script or a salloc shell sees."""
     return {
-        "SLURM_JOB_ID": "17",
-        "SLURM_NTASKS": str(tasks),
-        "SLURM_NNODES": str(nodes),
-        "SLURM_PROCID": "0",
-        "SLURM_LOCALID": "0",
-        "SLURM_NODEID": "0",
+        **variables(SLURM_JOB_ID=17, SLURM_NTASKS=tasks, SLURM_NNODES=nodes),
+        **variables(SLURM_PROCID=0, SLURM_LOCALID=0, SLURM_NODEID=0),
         "SLURM_TASKS_PER_NODE": f"{tasks // nodes}(x{nodes})",
     }
 
@@ -80,15 +61,14 @@ def slurm_step(
     return {
         **slurm_job(8, nodes),  # the job is larger than the step
         "SLURM_STEP_ID": step,
-        "SLURM_STEP_NUM_TASKS": str(tasks),
-        "SLURM_STEP_NUM_NODES": str(nodes),
         "SLURM_STEP_TASKS_PER_NODE": f"{tasks // nodes}(x{nodes})",
-        "SLURM_PROCID": str(rank),
-        "SLURM_NODEID": str(node),
-        "SLURM_LOCALID": str(local),
+        **variables(SLURM_STEP_NUM_TASKS=tasks, SLURM_STEP_NUM_NODES=nodes),
+        **variables(SLURM_PROCID=rank, SLURM_NODEID=node, SLURM_LOCALID=local),
     }
 
 
+LAST_OF_8 = torchrun(7, 8, local=3, per_node=4, agents=2)
+SECOND_NODE = slurm_step(1, 2, node=1, nodes=2)
 # (environment, launcher, rank, size, intra_rank, intra_size, inter_rank, inter_size)
 KNOWN = {
     "torchrun": (torchrun(5, 8, local=1, per_node=4, agents=2), "torchrun 5 8 1 4 1 2"),
@@ -128,33 +108,25 @@ KNOWN = {
         "Open MPI 3 4 3 4 - -",
     ),
     "mpirun whose daemons srun started": (
-        slurm_step(1, 2, node=1, nodes=2) | open_mpi(5, 8, local=1, per_node=4, daemon=2),
+        SECOND_NODE | open_mpi(5, 8, local=1, per_node=4, daemon=2),
         "Open MPI 5 8 1 4 - -",
     ),
     "mpiexec whose proxies srun started": (
-        slurm_step(1, 2, node=1, nodes=2) | mpich(5, 8, local=1, per_node=4),
+        SECOND_NODE | mpich(5, 8, local=1, per_node=4),
         "MPICH 5 8 1 4 - -",
     ),
-    "torchrun agents by mpirun": (
-        open_mpi(1, 2) | torchrun(7, 8, local=3, per_node=4, agents=2),
-        "torchrun 7 8 3 4 1 2",
-    ),
+    "torchrun agents by mpirun": (open_mpi(1, 2) | LAST_OF_8, "torchrun 7 8 3 4 1 2"),
     "torchrun agents by mpirun, in another order": (
-        open_mpi(0, 2) | torchrun(7, 8, local=3, per_node=4, agents=2),
+        open_mpi(0, 2) | LAST_OF_8,
         "torchrun 7 8 3 4 1 2",
     ),
     "torchrun agents of one rank by mpirun": (
         open_mpi(3, 4) | torchrun(1, 4, agents=4),
         "torchrun 1 4 0 1 1 4",
     ),
-    "torchrun agents by srun": (
-        slurm_step(1, 2, node=1, nodes=2) | torchrun(7, 8, local=3, per_node=4, agents=2),
-        "torchrun 7 8 3 4 1 2",
-    ),
+    "torchrun agents by srun": (SECOND_NODE | LAST_OF_8, "torchrun 7 8 3 4 1 2"),
     "torchrun agents by srun with PMIx": (
-        slurm_step(1, 2, node=1, nodes=2)
-        | {"PMIX_RANK": "1"}
-        | torchrun(7, 8, local=3, per_node=4, agents=2),
+        SECOND_NODE | {"PMIX_RANK": "1"} | LAST_OF_8,
         "torchrun 7 8 3 4 1 2",
     ),
     "one torchrun in mpirun -n 1": (
@@ -217,7 +189,7 @@ CONTRADICTIONS = {
         "OMPI_COMM_WORLD_SIZE=2, SLURM_STEP_NUM_TASKS=4",
     ),
     "mpiruns by srun, one on each node": (
-        slurm_step(1, 2, node=1, nodes=2) | open_mpi(0, 2, per_node=2, daemon=0),
+        SECOND_NODE | open_mpi(0, 2, per_node=2, daemon=0),
         "OMPI_COMM_WORLD_SIZE=2, SLURM_STEP_NUM_TASKS=2",
     ),
     "PMIx of another launcher": (

@@ -10,6 +10,13 @@ from torchmn.cluster.walltime import job_end, parse_duration
 from torchmn.errors import CheckpointWarning, TopologyError
 
 
+def answers(folder: Path, command: str, script: str) -> dict[str, str]:
+    """The environment of a stand-in for a scheduler's command."""
+    (folder / command).write_text(f"#!/bin/sh\n{script}\n")
+    (folder / command).chmod(0o755)
+    return {"PATH": f"{folder}:/bin:/usr/bin"}
+
+
 def test_no_source() -> None:
     assert job_end({}) is None
 
@@ -23,14 +30,12 @@ def test_a_variable(name: str) -> None:
 
 def test_squeue(tmp_path: Path) -> None:
     """A stand-in for Slurm's command, which answers as ``%L`` does by the manual."""
-    squeue = tmp_path / "squeue"
-    squeue.write_text('#!/bin/sh\n[ "$5" = 12 ] && echo 1:30:00\n')
-    squeue.chmod(0o755)
-    end = job_end({"PATH": f"{tmp_path}:/bin:/usr/bin", "SLURM_JOB_ID": "12"})
+    env = answers(tmp_path, "squeue", '[ "$5" = 12 ] && echo 1:30:00')
+    end = job_end({**env, "SLURM_JOB_ID": "12"})
     assert end is not None
     assert 5395 < end - time.time() <= 5400
     with pytest.warns(CheckpointWarning, match="export TORCHMN_JOB_END"):
-        assert job_end({"PATH": f"{tmp_path}:/bin:/usr/bin", "SLURM_JOB_ID": "13"}) is None
+        assert job_end({**env, "SLURM_JOB_ID": "13"}) is None
 
 
 @pytest.mark.parametrize(
@@ -46,15 +51,12 @@ def test_squeue(tmp_path: Path) -> None:
 )
 def test_qstat_says(tmp_path: Path, inside: dict[str, str], text: str, seconds: float) -> None:
     """A stand-in with the lines of the real ones."""
-    qstat = tmp_path / "qstat"
-    qstat.write_text(f"#!/bin/sh\ncat {tmp_path}/answer\n")
-    qstat.chmod(0o755)
+    env = {**answers(tmp_path, "qstat", f"cat {tmp_path}/answer"), **inside}
     start = time.mktime(time.strptime("Sun Nov 22 15:00:00 2026"))
     (tmp_path / "config").touch()
     os.utime(tmp_path / "config", (start, start))
-    env = {"PATH": f"{tmp_path}:/bin:/usr/bin", "SGE_JOB_SPOOL_DIR": str(tmp_path), **inside}
-    if "PBS_JOBID" in inside:
-        del env["SGE_JOB_SPOOL_DIR"]
+    if "PBS_JOBID" not in inside:
+        env["SGE_JOB_SPOOL_DIR"] = str(tmp_path)
     (tmp_path / "answer").write_text(text)
     assert job_end(env) == start + seconds
     (tmp_path / "answer").write_text("    job_state = R\n")
@@ -70,8 +72,6 @@ def test_durations(text: str, seconds: float | None) -> None:
 
 
 def test_a_time_in_another_form_ends_no_training(tmp_path: Path) -> None:
-    qstat = tmp_path / "qstat"
-    qstat.write_text("#!/bin/sh\nprintf ' Resource_List.walltime = 1:00:00\\n stime = 17:03\\n'\n")
-    qstat.chmod(0o755)
+    lines = r"printf ' Resource_List.walltime = 1:00:00\n stime = 17:03\n'"
     with pytest.warns(CheckpointWarning, match="export TORCHMN_JOB_END"):
-        assert job_end({"PATH": f"{tmp_path}:/bin:/usr/bin", "PBS_JOBID": "12"}) is None
+        assert job_end({**answers(tmp_path, "qstat", lines), "PBS_JOBID": "12"}) is None

@@ -26,17 +26,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from tests.limits import limit
 from torchmn.comm.streams import Event, MemoryPool, Streams
 from torchmn.comm.transports.base import TimeLimit, Transport
 from torchmn.errors import PeerLostError
 
 Order = Literal["caller first", "exchange first"]
 _aten = torch.ops.aten
-_NEEDS_NUMBERS = {
-    _aten._local_scalar_dense.default,
-    _aten.equal.default,
-    _aten.nonzero.default,
-}
+_NEEDS_NUMBERS = {_aten._local_scalar_dense.default, _aten.equal.default, _aten.nonzero.default}
 
 
 class HostWaits(Exception):
@@ -355,6 +352,8 @@ class FakeNccl(Transport):
         self._meeting, self._streams = meeting, streams
         self._number = 0
         self.is_lost = False
+        self.may_fail = threading.Event()
+        self.may_fail.set()
 
     def all_reduce_(self, buffer, op, limit: TimeLimit) -> None:
         device, meeting, number = self._streams.device, self._meeting, self._number
@@ -369,6 +368,7 @@ class FakeNccl(Transport):
         """The device goes on, and the error is known some time later."""
         self._streams.device.is_aborted = True
         time.sleep(0.1)
+        self.may_fail.wait(limit(20))
 
     def exchange(self, sends, recvs, limit, tag=0) -> None:
         raise NotImplementedError

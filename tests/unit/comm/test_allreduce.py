@@ -10,10 +10,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from torchmn.comm.allreduce import (
-    ReduceBlock,
-    create_allreduce,
-)
+from torchmn.comm.allreduce import ReduceBlock, create_allreduce
 from torchmn.comm.codecs import CODECS, Float16, Layout, create_codec
 from torchmn.errors import CommunicationError
 from torchmn.testing import run_ranks

@@ -11,6 +11,7 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from tests.limits import limit
+from tests.unit.comm.ranks import run_transports
 from torchmn import create_communicator
 from torchmn.cluster import Topology
 from torchmn.comm import Timeout
@@ -23,7 +24,7 @@ from torchmn.errors import (
     UnsupportedError,
     UsageError,
 )
-from torchmn.testing import run_ranks, run_threads
+from torchmn.testing import run_ranks
 
 
 def alone() -> TorchDistributedTransport:
@@ -32,11 +33,9 @@ def alone() -> TorchDistributedTransport:
 
 def test_only_rank_0_prints_where_ranks_are_quiet(capsys: pytest.CaptureFixture[str]) -> None:
     """Ranks are threads here, which share the stream: rank 1 drops what is printed."""
-    store = HashStore()
     before = sys.stdout
 
-    def rank_main(rank: int) -> None:
-        transport = TorchDistributedTransport(store, rank, 2, timeout_s=limit(5))
+    def rank_main(transport: TorchDistributedTransport) -> None:
         comm = create_communicator(
             "naive", transport=transport, topology=Topology(("localhost",) * 2), quiet=True
         )
@@ -46,7 +45,7 @@ def test_only_rank_0_prints_where_ranks_are_quiet(capsys: pytest.CaptureFixture[
         comm.barrier()
         comm.finalize()
 
-    run_threads(rank_main, 2)
+    run_transports(rank_main, 2)
     assert sys.stdout is before
     create_communicator("naive", transport=alone(), quiet=True).finalize()
     print("rank 0")
@@ -69,16 +68,19 @@ def test_an_invalid_time_limit_is_rejected(seconds: float) -> None:
         Timeout(first_s=seconds)
 
 
-def test_the_first_exchange_has_a_longer_limit_and_zero_is_none() -> None:
-    comm = create_communicator("naive", transport=alone(), timeout_s=7)
-    assert (comm.timeout_s, comm.world.limit_s) == (7, 35)
-    comm.finalize()
-    comm = create_communicator("naive", transport=alone(), timeout_s=0)
-    assert comm.timeout_s > 24 * 3600
-    assert comm.world.limit_s > 24 * 3600
-    comm.finalize()
-    comm = create_communicator("naive", transport=alone(), timeout_s=Timeout(first_s=3))
-    assert (comm.timeout_s, comm.world.limit_s) == (60, 3)
+@pytest.mark.parametrize(
+    ("timeout_s", "usual_s", "first_s"),
+    [(7, 7, 35), (Timeout(first_s=3), 60, 3), (0, None, None)],
+    ids=["a number", "both", "none"],
+)
+def test_the_first_exchange_has_a_longer_limit_and_zero_is_none(
+    timeout_s: object, usual_s: float | None, first_s: float | None
+) -> None:
+    comm = create_communicator("naive", transport=alone(), timeout_s=timeout_s)
+    if usual_s is None:
+        assert min(comm.timeout_s, comm.world.limit_s) > 24 * 3600
+    else:
+        assert (comm.timeout_s, comm.world.limit_s) == (usual_s, first_s)
     comm.finalize()
 
 
@@ -100,18 +102,13 @@ def test_gradient_dtypes_by_name_and_as_dtypes(dtype: object) -> None:
 
 
 def test_ranks_with_different_arguments_raise() -> None:
-    store = HashStore()
-
-    def rank_main(rank: int) -> None:
-        transport = TorchDistributedTransport(store, rank, 2, timeout_s=limit(5))
+    def rank_main(transport: TorchDistributedTransport) -> None:
+        name = "naive" if transport.rank else "flat"
         text = "different name: rank 0: 'flat'; rank 1: 'naive'"
         with pytest.raises(RankMismatchError, match=text):
-            create_communicator(
-                "naive" if rank else "flat", transport=transport, timeout_s=limit(5)
-            )
-        transport.close()
+            create_communicator(name, transport=transport, timeout_s=limit(5))
 
-    run_threads(rank_main, 2)
+    run_transports(rank_main, 2)
 
 
 def test_a_rank_knows_its_place() -> None:
@@ -144,20 +141,20 @@ def test_a_script_without_a_main_guard_raises_in_its_workers(tmp_path: Path) -> 
     assert "if __name__ == '__main__':" in done.stderr
 
 
-class TestGpusOfRanks:
-    def test_the_ranks_of_a_node_take_its_gpus_in_turn(self) -> None:
-        topology = Topology.blocks([3, 1])
-        assert gpus_in_use(topology, [["a", "b"]] * 3 + [["c", "d"]]) == ["a", "b", "a", "c"]
+@pytest.mark.parametrize(
+    ("ranks_per_node", "seen", "used"),
+    [
+        ([3, 1], [["a", "b"]] * 3 + [["c", "d"]], ["a", "b", "a", "c"]),
+        ([2], [["a"], ["b"]], ["a", "b"]),
+        ([2], [[], []], []),
+    ],
+    ids=["in turn", "each sees only its own", "none anywhere"],
+)
+def test_gpus_of_ranks(ranks_per_node: list[int], seen: list[list[str]], used: list[str]) -> None:
+    assert gpus_in_use(Topology.blocks(ranks_per_node), seen) == used
 
-    def test_each_rank_may_see_only_its_own(self) -> None:
-        assert gpus_in_use(Topology.blocks([2]), [["a"], ["b"]]) == ["a", "b"]
 
-    def test_no_gpu_anywhere(self) -> None:
-        assert gpus_in_use(Topology.blocks([2]), [[], []]) == []
-
-    def test_some_have_one_and_some_have_none(self) -> None:
-        topology = Topology(("left", "right"))
-        with pytest.raises(
-            UnsupportedError, match="rank 1 on right finds no GPU and rank 0 on left"
-        ):
-            gpus_in_use(topology, [["a"], []])
+def test_some_ranks_have_a_gpu_and_some_have_none() -> None:
+    topology = Topology(("left", "right"))
+    with pytest.raises(UnsupportedError, match="rank 1 on right finds no GPU and rank 0 on left"):
+        gpus_in_use(topology, [["a"], []])

@@ -41,14 +41,12 @@ def test_a_call_runs_on_the_calling_thread_when_nothing_is_in_flight(engine: Eng
     assert engine.call(threading.get_ident) == threading.get_ident()
 
 
-def test_submit_returns_before_the_job_is_done() -> None:
-    engine = Engine(CPU)
+def test_submit_returns_before_the_job_is_done(engine: Engine) -> None:
     may_end = threading.Event()
     work = engine.submit(lambda: may_end.wait(timeout=limit(10)))
     assert not work.done
     may_end.set()
     assert work.wait() is True
-    engine.close()
 
 
 class _Queues(HostStreams):
@@ -184,8 +182,7 @@ def test_close_completes_the_queue_and_rejects_more(engine: Engine) -> None:
             ask(lambda: None)
 
 
-def test_may_spin_only_while_no_thread_computes() -> None:
-    engine = Engine(CPU)
+def test_may_spin_only_while_no_thread_computes(engine: Engine) -> None:
     assert engine.call(engine.is_eager) is True  # on the thread that would compute
     seen: list[bool] = []
     began, may_end = threading.Event(), threading.Event()
@@ -202,4 +199,3 @@ def test_may_spin_only_while_no_thread_computes() -> None:
     may_end.set()
     work.wait()
     assert seen == [False]
-    engine.close()

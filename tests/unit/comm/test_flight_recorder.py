@@ -129,7 +129,7 @@ def test_another_thread_reads_while_collectives_run() -> None:
 
         def watch() -> None:
             last = 0
-            while not is_over.is_set():
+            while not num_reads[0] or not is_over.is_set():
                 entries = comm.flight_recorder.entries()
                 numbers = [e.number for e in entries]
                 if numbers != sorted(numbers) or (numbers and numbers[-1] < last):
@@ -148,7 +148,6 @@ def test_another_thread_reads_while_collectives_run() -> None:
                 work.wait()
         is_over.set()
         watcher.join()
-        assert num_reads[0] > 0
         return problems
 
     assert run_ranks(rank_main, 2) == [[], []]

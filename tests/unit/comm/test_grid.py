@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -93,6 +96,17 @@ def part_of_model(grid: Grid) -> nn.Module:
     return nn.Linear(3, 2)
 
 
+@contextmanager
+def saving(grid: Grid, model: nn.Module, folder: Path) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """A checkpointer of all ranks, and what it saves: the model, and an optimizer over one axis."""
+    sgd = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    optimizer = create_multi_node_optimizer(sgd, grid.data, model)
+    checkpointer = create_multi_node_checkpointer(grid, folder, "run")
+    yield checkpointer, {"model": model, "optimizer": optimizer}
+    optimizer.close()
+    grid.finalize()
+
+
 def test_a_sampler_over_all_ranks_counts_the_steps_of_an_optimizer_over_one_axis() -> None:
     def rank_main(comm: Communicator) -> tuple[int | None, int]:
         grid = Grid(comm, data=2, model=1)
@@ -114,26 +128,16 @@ def test_a_checkpoint_gives_each_rank_its_part_of_the_model(tmp_path: Path) -> N
         grid = Grid(comm, data=2, model=2)
         model = part_of_model(grid)
         train(grid, model)
-        optimizer = create_multi_node_optimizer(
-            torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), grid.data, model
-        )
-        checkpointer = create_multi_node_checkpointer(grid, tmp_path, "run")
-        checkpointer.save(3, {"model": model, "optimizer": optimizer})
-        checkpointer.finish()
-        optimizer.close()
-        grid.finalize()
+        with saving(grid, model, tmp_path) as (checkpointer, state):
+            checkpointer.save(3, state)
+            checkpointer.finish()
         return model.weight.detach().clone()
 
     def resume(comm: Communicator) -> torch.Tensor:
         grid = Grid(comm, data=-1, model=2)
         model = nn.Linear(3, 2)
-        optimizer = create_multi_node_optimizer(
-            torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), grid.data, model
-        )
-        checkpointer = create_multi_node_checkpointer(grid, tmp_path, "run")
-        assert checkpointer.resume({"model": model, "optimizer": optimizer}) == 3
-        optimizer.close()
-        grid.finalize()
+        with saving(grid, model, tmp_path) as (checkpointer, state):
+            assert checkpointer.resume(state) == 3
         return model.weight.detach().clone()
 
     def resume_whole(comm: Communicator) -> str:
@@ -157,21 +161,15 @@ def test_replicas_are_compared_along_the_data_axis(tmp_path: Path) -> None:
     def save(comm: Communicator) -> str:
         grid = Grid(comm, data=2, model=2)
         model = part_of_model(grid)
-        optimizer = create_multi_node_optimizer(
-            torch.optim.SGD(model.parameters(), 0.1), grid.data, model
-        )
-        checkpointer = create_multi_node_checkpointer(grid, tmp_path, "run")
-        state = {"model": model, "optimizer": optimizer}
-        checkpointer.save(1, state)
-        checkpointer.finish()
-        if comm.rank == 3:
-            with torch.no_grad():
-                model.bias.add_(1)
-        checkpointer.save(2, state)
-        with pytest.raises(RankMismatchError) as caught:
+        with saving(grid, model, tmp_path) as (checkpointer, state):
+            checkpointer.save(1, state)
             checkpointer.finish()
-        optimizer.close()
-        grid.finalize()
+            if comm.rank == 3:
+                with torch.no_grad():
+                    model.bias.add_(1)
+            checkpointer.save(2, state)
+            with pytest.raises(RankMismatchError) as caught:
+                checkpointer.finish()
         return str(caught.value)
 
     for message in run_ranks(save, 4):

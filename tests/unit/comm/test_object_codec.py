@@ -160,11 +160,6 @@ def test_pickles_need_trust_or_the_secret() -> None:
     assert "of this job" not in repr(SECRET)
 
 
-def test_objects_that_cannot_be_pickled_raise() -> None:
-    with pytest.raises(UnsupportedError, match="The object is a function and cannot be pickled"):
-        carry(lambda: 1, SECRET, SECRET)
-
-
 @pytest.mark.parametrize("receiver", [Trust(), Trust(secret=b"of another job")])
 def test_a_pickle_with_the_wrong_seal_is_not_unpickled(receiver: Trust) -> None:
     with pytest.raises(CommunicationError, match="does not carry the seal of this job"):

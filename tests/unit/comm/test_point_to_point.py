@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 
-from tests.limits import limit
+from tests.unit.comm.ranks import one_stays_away
 from torchmn.comm import ANY_SOURCE, ANY_TAG, Status
 from torchmn.errors import RankMismatchError, TimeLimitError, UnsupportedError, UsageError
 from torchmn.testing import run_ranks
@@ -50,20 +48,11 @@ def test_collectives_and_queued_messages_do_not_mix() -> None:
 
 
 def test_the_time_limit_error_names_messages_that_were_not_requested() -> None:
-    has_ended = threading.Event()
-
-    def rank_main(comm):
-        if comm.rank == 1:
-            comm.send_obj("hello", 0, tag=5)
-            assert has_ended.wait(timeout=limit(20))
-            return
-        try:
-            with pytest.raises(TimeLimitError, match=r"not requested: rank 1 tag 5\."):
-                comm.recv_obj(1, tag=4)
-        finally:
-            has_ended.set()
-
-    run_ranks(rank_main, 2, timeout_s=0.5)
+    with pytest.raises(TimeLimitError, match=r"not requested: rank 1 tag 5\."):
+        one_stays_away(
+            lambda comm: comm.recv_obj(1, tag=4),
+            before=lambda comm: comm.send_obj("hello", 0, tag=5),
+        )
 
 
 def test_recv_of_an_object_raises() -> None:

@@ -5,9 +5,11 @@ import time
 import pytest
 import torch
 
+from tests.limits import limit
 from torchmn.cluster import Topology
 from torchmn.comm.create import candidate_routes, fastest
 from torchmn.comm.link_speed import measure_links
+from torchmn.errors import CommunicationError
 from torchmn.testing import run_ranks
 
 
@@ -40,41 +42,18 @@ def test_two_dimensional_is_a_candidate_for_balanced_nodes() -> None:
         assert list(candidate_routes(Topology.blocks(nodes), torch.device("cpu"))) == both[:1]
 
 
-class Candidate:
-    """Sums with a pause, and remembers whether it was finalized."""
-
-    def __init__(self, comm, pause_s: float) -> None:
-        self.comm, self.pause_s, self.is_final = comm, pause_s, False
-
-    def __getattr__(self, name: str):
-        return getattr(self.comm, name)
-
-    @property
-    def route(self):
-        return self
-
-    def sum_(self, buffer) -> None:
-        time.sleep(self.pause_s)
-        self.comm.route.sum_(buffer)
-
-    def new_buffer(self, *arguments):
-        return self.comm.route.new_buffer(*arguments)
-
-    def finalize(self) -> None:
-        self.is_final = True
-
-
 @pytest.mark.parametrize(("slow", "expected"), [("first", "second"), ("second", "first")])
 def test_the_fastest_is_kept_and_the_others_are_closed(slow: str, expected: str) -> None:
     def rank_main(comm):
-        made = {
-            # slow on one rank is slow for all
-            name: Candidate(comm, 0.2 if name == slow and comm.rank == 1 else 0.0)
-            for name in ("first", "second")
-        }
+        made = {name: comm.split(0, comm.rank) for name in ("first", "second")}
+        sum_ = made[slow].route.sum_
+        if comm.rank == 1:  # slow on one rank is slow for all
+            made[slow].route.sum_ = lambda buffer: (time.sleep(limit(0.1)), sum_(buffer))
         name, kept, measured = fastest({n: (lambda n=n: made[n]) for n in made})
         assert kept is made[name]
-        assert [n for n, c in made.items() if c.is_final] == [slow]
+        kept.barrier()
+        with pytest.raises(CommunicationError, match="was finalized"):
+            made[slow].barrier()
         assert "first" in measured
         assert "second" in measured
         return name

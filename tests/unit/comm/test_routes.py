@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch._C._distributed_c10d import HashStore
 
 import torchmn
 from tests.limits import limit
+from tests.unit.comm.ranks import run_transports, tcp_over
 from torchmn.cluster import Topology
 from torchmn.comm.allreduce import ReduceBlock
 from torchmn.comm.codecs import Layout, create_codec
 from torchmn.comm.routes.pure_nccl import PureNcclRoute
-from torchmn.comm.transports.base import TimeLimit
-from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
-from torchmn.comm.transports.tcp import TcpTransport
-from torchmn.testing import run_ranks, run_threads
+from torchmn.testing import run_ranks
 
 LARGE = 70_001
 
@@ -23,27 +20,19 @@ LARGE = 70_001
 @pytest.mark.parametrize("ranks_per_node", [[2, 1], [1, 2, 1], [1, 1]])
 def test_large_sums_between_nodes_of_different_sizes(ranks_per_node) -> None:
     """A leader alone on its node must not announce what the other leaders cannot."""
-    size = sum(ranks_per_node)
-    store = HashStore()
+    size, topology = sum(ranks_per_node), Topology.blocks(ranks_per_node)
 
-    def rank_main(rank):
-        inner = TorchDistributedTransport(store, rank, size, timeout_s=limit(10))
-        comm = torchmn.create_communicator(
-            "hierarchical",
-            transport=TcpTransport.connect(inner, TimeLimit(10)),
-            topology=Topology.blocks(ranks_per_node),
-            timeout_s=limit(5),
-        )
-        try:
-            buffers = [torch.full((LARGE,), float(rank + 1 + index)) for index in range(3)]
-            for work in [comm.route.start_sum_(buffer) for buffer in buffers]:
-                work.wait()
-            return [float(buffer[-1]) for buffer in buffers]
-        finally:
-            comm.finalize()
+    def rank_main(transport):
+        options = {"transport": transport, "topology": topology, "timeout_s": limit(5)}
+        comm = torchmn.create_communicator("hierarchical", **options)
+        buffers = [torch.full((LARGE,), comm.rank + 1.0 + index) for index in range(3)]
+        for work in [comm.route.start_sum_(buffer) for buffer in buffers]:
+            work.wait()
+        comm.finalize()
+        return [float(buffer[-1]) for buffer in buffers]
 
     total = size * (size + 1) / 2
-    for sums in run_threads(rank_main, size):
+    for sums in run_transports(rank_main, size, over=tcp_over):
         assert sums == [total, total + size, total + 2 * size]
 
 

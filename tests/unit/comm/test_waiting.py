@@ -11,16 +11,15 @@ from typing import TypeVar
 
 import pytest
 import torch
-from torch._C._distributed_c10d import HashStore
 
 import torchmn
 from tests.limits import limit
+from tests.unit.comm.ranks import one_stays_away, run_transports
 from torchmn import Timeout, TorchmnError
 from torchmn.cluster import Topology
 from torchmn.comm import Communicator, waiting
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.errors import RankMismatchError, TimeLimitError, UsageError
-from torchmn.testing import run_ranks, run_threads
 
 Result = TypeVar("Result")
 
@@ -34,12 +33,11 @@ def run(
     hosts: tuple[str, ...] = (),
 ) -> list[Result]:
     """As `run_ranks`, with both limits."""
-    store = HashStore()
 
-    def rank_main(rank: int) -> Result:
+    def rank_main(transport: TorchDistributedTransport) -> Result:
         comm = torchmn.create_communicator(
             name,
-            transport=TorchDistributedTransport(store, rank, size, timeout_s=limit(20)),
+            transport=transport,
             topology=Topology(hosts or ("localhost",) * size),
             timeout_s=replace(timeout, first_s=timeout.unreachable_s),
         )
@@ -48,7 +46,7 @@ def run(
         finally:
             comm.finalize()
 
-    return run_threads(rank_main, size)
+    return run_transports(rank_main, size)
 
 
 def errors_of(function: Callable[[Communicator], object], size: int, timeout: Timeout) -> list[str]:
@@ -68,10 +66,7 @@ def evaluates_alone(seconds: float) -> None:
     time.sleep(seconds)
 
 
-@pytest.mark.parametrize(
-    ("name", "hosts"),
-    [("flat", ()), ("hierarchical", ("a", "a", "b", "b"))],
-)
+@pytest.mark.parametrize(("name", "hosts"), [("flat", ()), ("hierarchical", ("a", "a", "b", "b"))])
 def test_a_rank_that_works_is_waited_for_with_one_message(
     name: str, hosts: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -166,20 +161,12 @@ def test_who_arrives_late_has_the_whole_limit_for_the_exchange() -> None:
 
 
 def test_a_number_is_the_limit_for_both() -> None:
-    is_over = threading.Event()
-
-    def train(comm: Communicator) -> float:
+    def call(comm: Communicator) -> None:
         assert comm.flight_recorder.peers is None
-        began = time.monotonic()
-        if comm.rank == 0:
-            is_over.wait(limit(30))
-            return 0.0
         with pytest.raises(TimeLimitError):
             comm.barrier()
-        is_over.set()
-        return time.monotonic() - began
 
-    assert run_ranks(train, 2, timeout_s=limit(0.3))[1] < limit(20)
+    one_stays_away(call)
 
 
 def test_communicators_split_off_ask_as_well(caplog: pytest.LogCaptureFixture) -> None:
@@ -205,14 +192,12 @@ def test_values() -> None:
 
 
 def test_ranks_that_give_other_limits() -> None:
-    store = HashStore()
-
-    def rank_main(rank: int) -> None:
-        transport = TorchDistributedTransport(store, rank, 2, timeout_s=limit(20))
-        torchmn.create_communicator("flat", transport=transport, timeout_s=limit(20) + rank)
+    def rank_main(transport: TorchDistributedTransport) -> None:
+        timeout_s = limit(20) + transport.rank
+        torchmn.create_communicator("flat", transport=transport, timeout_s=timeout_s)
 
     with pytest.raises(RankMismatchError, match="timeout_s"):
-        run_threads(rank_main, 2)
+        run_transports(rank_main, 2)
 
 
 def test_a_rank_that_has_ended_is_noticed_long_before(monkeypatch: pytest.MonkeyPatch) -> None:

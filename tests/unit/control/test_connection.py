@@ -114,7 +114,7 @@ def test_wait_for_keeps_what_follows(pair: tuple[Channel, Channel]) -> None:
     one, other = pair
     one.post(ScriptStarted(pid=7, cores=[], num_threads=1))
     one.post(Terminate(signum=2))
-    assert other.wait_for(ScriptStarted, 5).pid == 7
+    assert other.wait_for(ScriptStarted, limit(5)).pid == 7
     assert collect(other, 1) == [Terminate(signum=2)]
 
 
@@ -124,7 +124,7 @@ def test_wait_for_rejects_silence_and_other_messages(pair: tuple[Channel, Channe
         other.wait_for(ScriptStarted, 0.05)
     one.post(Terminate(signum=2))
     with pytest.raises(LaunchError, match="instead of sending ScriptStarted"):
-        other.wait_for(ScriptStarted, 5)
+        other.wait_for(ScriptStarted, limit(5))
 
 
 def test_wait_for_works_where_many_files_are_open(pair: tuple[Channel, Channel]) -> None:
@@ -138,7 +138,7 @@ def test_wait_for_works_where_many_files_are_open(pair: tuple[Channel, Channel])
         with pytest.raises(LaunchError, match=r"no ScriptStarted within 0\.05 s"):
             copy.wait_for(ScriptStarted, 0.05)
         one.post(ScriptStarted(pid=7, cores=[], num_threads=1))
-        assert copy.wait_for(ScriptStarted, 5).pid == 7
+        assert copy.wait_for(ScriptStarted, limit(5)).pid == 7
     finally:
         copy.close()
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)

@@ -24,17 +24,10 @@ def status(
     ranks: tuple[int, ...] = (0, 1, 2),
     where: str = "bucket 1, step 7",
     call: str = "",
+    age_s: float = 60.1,
 ) -> RankStatus:
-    collective = CollectiveStatus(
-        group=group,
-        ranks=ranks,
-        number=number,
-        what=what,
-        where=where,
-        call=call,
-        state=state,
-        age_s=60.1,
-    )
+    position = {"group": group, "ranks": ranks, "number": number, "where": where, "call": call}
+    collective = CollectiveStatus(**position, what=what, state=state, age_s=age_s)
     return RankStatus.of(StatusReply(collectives=(collective,), stacks=STACKS))
 
 
@@ -178,19 +171,7 @@ def test_ranks_that_wait_for_each_other_in_a_cycle() -> None:
 def test_ranks_that_do_the_same_are_listed_once_where_there_are_many() -> None:
     hosts = {rank: f"node{rank // 8}" for rank in range(40)}
     ranks = tuple(hosts)
-    statuses = {
-        rank: RankStatus.of(
-            StatusReply(
-                collectives=(
-                    CollectiveStatus(
-                        group="world", ranks=ranks, number=5, state="running", age_s=60.0 + rank
-                    ),
-                ),
-                stacks=STACKS,
-            )
-        )
-        for rank in ranks
-    }
+    statuses = {rank: status("running", ranks=ranks, age_s=60.0 + rank) for rank in ranks}
     statuses[20] = status("done", number=4, ranks=ranks)
     del statuses[33]
     found = report(OVERDUE, 0, statuses, hosts)

@@ -3,7 +3,6 @@
 import builtins
 import re
 import sys
-import threading
 import traceback
 from pathlib import Path
 from types import TracebackType
@@ -11,12 +10,11 @@ from types import TracebackType
 import pytest
 import torch
 
-from tests.limits import limit
+from tests.unit.comm.ranks import one_stays_away
 from torchmn.comm import Communicator
 from torchmn.control.script import frames_of_script, show_exception, traceback_text, whole_text
 from torchmn.errors import PeerLostError, TimeLimitError, UsageError
 from torchmn.exchange.schedules import ParameterServer
-from torchmn.testing import run_ranks
 
 
 def error_of(max_staleness: int) -> UsageError:
@@ -141,21 +139,12 @@ def test_causes_within_torchmn_are_in_the_message_alone() -> None:
 
 
 def test_a_cause_that_leaves_a_block_of_torchmn_is_in_the_message_alone() -> None:
-    has_ended = threading.Event()
-
-    def rank_main(comm: Communicator) -> str:
-        if comm.rank == 1:
-            has_ended.wait(limit(20))
-            return ""
-        try:
+    def call(comm: Communicator) -> str:
+        with pytest.raises(TimeLimitError) as caught:
             comm.barrier()
-        except TimeLimitError as error:
-            return traceback_text(error)
-        finally:
-            has_ended.set()
-        raise AssertionError("nobody was waited for")
+        return traceback_text(caught.value)
 
-    text, _ = run_ranks(rank_main, 2, timeout_s=limit(1))
+    text = one_stays_away(call)
     assert "comm.barrier()" in text
     assert "contextlib" not in text
     assert "direct cause" not in text

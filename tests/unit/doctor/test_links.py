@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from itertools import combinations
 
+import msgspec
 import pytest
 
 from torchmn.doctor.findings import Finding, LinkMeasured, Request
@@ -51,6 +52,27 @@ def all_links(rate: Callable[[str, str], float], hosts: str = "abcd", **more: fl
 
 def found_in(links: list[Link]) -> list[tuple[str, str]]:
     return [(finding.severity, ",".join(finding.hosts)) for finding in link_findings(links, {})]
+
+
+def facts(host: str, other: str, **is_up: bool) -> NetworkFacts:
+    """Of a host with two interfaces, of which names lead to the first."""
+    return NetworkFacts(
+        hostname=host,
+        own_addresses=[f"10.0.0.{host}"],
+        resolved={other: [f"10.0.0.{other}"]},
+        routes={},
+        interfaces=[
+            Interface(
+                name=name,
+                address=f"{network}.{host}",
+                network=f"{network}.0/24",
+                mtu=1500,
+                is_up=is_up.get(name, True),
+            )
+            for name, network in (("eth0", "10.0.0"), ("eth1", "10.0.1"))
+        ],
+        taken={},
+    )
 
 
 def only(links: list[Link]) -> Finding:
@@ -134,50 +156,18 @@ def test_names_that_lead_to_the_slower_network() -> None:
         link(a, b, 9.0, network="10.1.0.0/24", interface="eth1")
         for a, b in (("a", "b"), ("b", "a"))
     ]
-    facts = {
-        host: NetworkFacts(
-            hostname=host,
-            own_addresses=[f"10.0.0.{host}"],
-            resolved={other: [f"10.0.0.{other}"]},
-            routes={other: "eth0"},
-            interfaces=[
-                Interface(
-                    name="eth0",
-                    address=f"10.0.0.{host}",
-                    network="10.0.0.0/24",
-                    mtu=1500,
-                    is_up=True,
-                )
-            ],
-            taken={"gloo": "eth0", "NCCL": "eth0"},
+    found = {
+        host: msgspec.structs.replace(
+            facts(host, other), routes={other: "eth0"}, taken={"gloo": "eth0", "NCCL": "eth0"}
         )
         for host, other in (("a", "b"), ("b", "a"))
     }
-    (finding,) = link_findings([*slow, *fast], facts)
+    (finding,) = link_findings([*slow, *fast], found)
     assert "lead to eth0, which carries 0.04 Gb/s, and eth1 is idle with 9 Gb/s" in finding.seen
     assert "GLOO_SOCKET_IFNAME=eth1" in finding.cure
 
 
 def test_an_interface_that_is_down_is_measured_only_if_names_lead_there() -> None:
-    def facts(host: str, other: str, **is_up: bool) -> NetworkFacts:
-        return NetworkFacts(
-            hostname=host,
-            own_addresses=[],
-            resolved={other: [f"10.0.0.{other}"]},
-            routes={},
-            interfaces=[
-                Interface(
-                    name=name,
-                    address=f"{network}.{host}",
-                    network=f"{network}.0/24",
-                    mtu=1500,
-                    is_up=is_up.get(name, True),
-                )
-                for name, network in (("eth0", "10.0.0"), ("eth1", "10.0.1"))
-            ],
-            taken={},
-        )
-
     request = Request(slots={"1": 1, "2": 1}, cwd="/")
     found = {"1": facts("1", "2"), "2": facts("2", "1", eth0=False, eth1=False)}
     (only_link,) = links_between("1", "2", found, request)

@@ -254,7 +254,7 @@ def test_ranks_fill_buckets_at_different_times() -> None:
             optimizer.step()
         return model.first.weight.detach()
 
-    first, second = run_ranks(rank_main, 2, name="hierarchical", topology=TWO_NODES, timeout_s=5)
+    first, second = run_ranks(rank_main, 2, name="hierarchical", topology=TWO_NODES)
     assert torch.equal(first, second)
 
 
@@ -278,6 +278,6 @@ def test_while_gradients_of_an_earlier_step_are_exchanged() -> None:
         optimizer.flush()
         return torch_model.state_dict()
 
-    first, second = run_ranks(rank_main, 2, name="hierarchical", topology=TWO_NODES, timeout_s=5)
+    first, second = run_ranks(rank_main, 2, name="hierarchical", topology=TWO_NODES)
     for name, value in first.items():
         assert torch.equal(value, second[name]), name

@@ -174,15 +174,24 @@ def test_compiled() -> None:
 
 
 def trained(
-    layer: Callable[..., nn.Module],
-    wrap: Callable[[torch.optim.Optimizer, nn.Module], Any],
-    before_step: Callable[[nn.Module, Any], object],
+    grid: Grid | None,
+    wrap: Callable[[torch.optim.Optimizer, nn.Module], Any] = lambda optimizer, _: optimizer,
+    before_step: Callable[[nn.Module, Any], object] = lambda model, optimizer: None,
     *,
-    rows: slice = slice(None),
     bad_step: int | None = None,
     is_bad: bool = False,
 ) -> nn.Module:
-    """Four steps; with ``bad_step`` under a GradScaler, which leaves that one out."""
+    """Four steps, without a grid of the whole model on all rows.
+
+    With ``bad_step`` under a GradScaler, which leaves that one out.
+    """
+    rows = slice(None) if grid is None else rows_of(grid.data)
+
+    def layer(num_in: int, num_out: int, split: Split) -> nn.Module:
+        if grid is None:
+            return nn.Linear(num_in, num_out)
+        return ParallelLinear(num_in, num_out, grid.model, split=split)
+
     model = built(
         lambda: nn.Sequential(
             nn.Linear(5, 6),
@@ -209,12 +218,9 @@ def trained(
     return model
 
 
-def plain(optimizer: torch.optim.Optimizer, _: nn.Module) -> torch.optim.Optimizer:
-    return optimizer
-
-
-def of_torch(num_in: int, num_out: int, *, split: str) -> nn.Module:
-    return nn.Linear(num_in, num_out)
+def rows_of(data: Communicator, num_rows: int = 8) -> slice:
+    num = num_rows // data.size
+    return slice(num * data.rank, num * (data.rank + 1))
 
 
 def check_equal(model: nn.Module, expected: nn.Module) -> None:
@@ -237,13 +243,12 @@ def test_clipping_uses_the_norm_of_the_whole(way: str, num_copies: int) -> None:
     def rank_main(comm: Communicator) -> None:
         grid = Grid(comm, data=num_copies, model=2)
         model = trained(
-            lambda *sizes, split: ParallelLinear(*sizes, grid.model, split=split),
+            grid,
             lambda sgd, net: create_multi_node_optimizer(sgd, grid.data, net, **options),
             clips[way],
-            rows=slice(*(8 // num_copies * (grid.data.rank + i) for i in range(2))),
         )
         whole = trained(
-            of_torch, plain, lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            None, before_step=lambda net, _: nn.utils.clip_grad_norm_(net.parameters(), 0.05)
         )
         check_equal(model, whole)
         grid.finalize()
@@ -259,14 +264,13 @@ def test_scalers_of_all_ranks_leave_the_same_steps_out(num_copies: int) -> None:
         grid = Grid(comm, data=-1, model=2)
         data = grid.data
         model = trained(
-            lambda *sizes, split: ParallelLinear(*sizes, grid.model, split=split),
+            grid,
             lambda sgd, net: create_multi_node_optimizer(sgd, data, net) if num_copies else sgd,
             lambda net, _: None if num_copies else share_nonfinite_(net),
-            rows=slice(*(8 // data.size * (data.rank + i) for i in range(2))),
             bad_step=1,
             is_bad=comm.rank == 1,
         )
-        check_equal(model, trained(of_torch, plain, lambda *_: None, bad_step=1, is_bad=True))
+        check_equal(model, trained(None, bad_step=1, is_bad=True))
         grid.finalize()
 
     run_ranks(rank_main, 2 * max(num_copies, 1))

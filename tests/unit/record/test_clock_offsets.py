@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.limits import limit
 from torchmn.control.rank_listener import RankAddress
 from torchmn.record import clock_offsets
 from torchmn.record.clock_offsets import ClockServer, measure_offset
@@ -31,7 +32,7 @@ def test_a_clock_is_its_own_within_the_error(address: RankAddress) -> None:
     found = measure_offset(address)
     assert found is not None
     assert abs(found.offset_s) <= found.error_s
-    assert 0 < found.error_s < 1
+    assert 0 < found.error_s < limit(1)
 
 
 def test_an_offset_is_found(address: RankAddress, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -428,9 +428,7 @@ def test_on_a_gpu_a_long_step_keeps_few_events(lines: list[Line]) -> None:
     assert step.phases["evaluation"] == 20_000.0
 
 
-def test_a_step_that_is_captured_as_a_graph_takes_no_event_of_it(
-    lines: list[Line],
-) -> None:
+def test_a_step_that_is_captured_as_a_graph_takes_no_event_of_it(lines: list[Line]) -> None:
     stream = Stream()
     recorder = StepRecorder(lines.append, stream.clock())
     for number in range(3):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from torchmn.comm.codecs import Layout, Quantized
@@ -84,29 +82,17 @@ def test_small_parameters_are_sent_uncompressed() -> None:
         assert not torch.equal(got[:2000], values[:2000])
 
 
-@given(
-    st.integers(0, 2100),
-    st.sampled_from([8, 4, 2, 1]),
-    st.sampled_from([torch.float32, torch.float64, torch.float16, torch.bfloat16]),
-    st.integers(1, 3),
-)
-@settings(max_examples=60, deadline=None)
-def test_odd_sizes_dtypes_and_strides(
-    size: int, bits: int, dtype: torch.dtype, stride: int
-) -> None:
-    generator = torch.Generator().manual_seed(size)
-    dense = torch.randn(size, generator=generator).to(dtype)
-    strided = torch.zeros(size, stride, dtype=dtype)[:, 0].copy_(dense)
-    codec = Quantized(bits)
-    stripe = Layout((Segment("p", 0, size),) if size else (), dtype)
-    encoded = torch.empty(codec.stripe_nbytes(stripe), dtype=torch.uint8)
-    codec.encode_stripe(strided, stripe, encoded)
-    expected = through(codec, dense, stripe)
-    out = torch.ones(size, stride, dtype=dtype)[:, 0]
-    codec.decode_stripe(encoded, stripe, out)
-    assert torch.equal(out, expected)
-    if size:
-        assert (expected - dense).float().norm() < dense.float().norm()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bits", [8, 4, 2, 1])
+def test_strides(bits: int, dtype: torch.dtype) -> None:
+    for size, stride in ((1, 3), (513, 2), (2100, 3)):
+        dense = torch.randn(size, generator=torch.Generator().manual_seed(size)).to(dtype)
+        codec, stripe = Quantized(bits), Layout((Segment("p", 0, size),), dtype)
+        encoded = torch.empty(codec.stripe_nbytes(stripe), dtype=torch.uint8)
+        codec.encode_stripe(dense.repeat_interleave(stride)[::stride], stripe, encoded)
+        out = torch.ones(size, stride, dtype=dtype)[:, 0]
+        codec.decode_stripe(encoded, stripe, out)
+        assert torch.equal(out, through(codec, dense, stripe))
 
 
 def test_invalid_arguments() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import subprocess
 import sys
 import threading
@@ -13,13 +12,14 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from tests.limits import limit
+from tests.unit.comm.ranks import run_transports
 from torchmn.base.errors import CommunicationError, PeerLostError, TimeLimitError
 from torchmn.comm.transports import base, gloo_nccl
 from torchmn.comm.transports.base import MAX_DIRECT_RANKS, TimeLimit
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
-from torchmn.testing import run_ranks, run_threads
+from torchmn.testing import run_ranks
 
-SCRIPT = """
+SCRIPT = f"""
 import time
 from torchmn.errors import CommunicationError
 from torchmn.testing import run_ranks
@@ -28,8 +28,8 @@ def rank_main(comm):
         comm.barrier() if comm.rank == 1 else comm.allgather_obj(1)
     except CommunicationError as error:
         print("message:", error)
-    time.sleep(1)
-run_ranks(rank_main, 3, timeout_s=1)
+    time.sleep({limit(1)})
+run_ranks(rank_main, 3, timeout_s={limit(1)})
 """
 
 
@@ -43,25 +43,21 @@ def test_ranks_in_different_collectives_raise() -> None:
 
 
 def run(function, size):
-    """Call ``function(transport)`` on every rank, threads; results in rank order."""
-    store = HashStore()
+    """Call ``function(transport)`` on every rank; none is closed before all are done."""
 
-    def rank_main(rank):
-        with contextlib.closing(
-            TorchDistributedTransport(store, rank, size, timeout_s=limit(20))
-        ) as transport:
-            result = function(transport)
-            transport.barrier(TimeLimit(20))
-            return result
+    def rank_main(transport):
+        result = function(transport)
+        transport.barrier(TimeLimit(limit(20)))
+        return result
 
-    return run_threads(rank_main, size)
+    return run_transports(rank_main, size)
 
 
 def gathered(transport, numel):
     """An all-gather of stripes that begin as this rank's own and nothing else; and its peers."""
     buffer = torch.full([numel], -1, dtype=torch.int64)
     transport.stripes(buffer)[transport.rank].fill_(transport.rank)
-    transport.all_gather_stripes_(buffer, TimeLimit(20))
+    transport.all_gather_stripes_(buffer, TimeLimit(limit(20)))
     return buffer, {peer for peer, nbytes in transport.sent.items() if nbytes}
 
 
@@ -88,25 +84,25 @@ def test_ranks_that_are_connected_when_they_exchange(monkeypatch) -> None:
     size = 4
 
     def rank_main(transport):
-        rank, limit = transport.rank, TimeLimit(20)
+        rank, until = transport.rank, TimeLimit(limit(20))
         total = torch.tensor([rank + 1.0])
-        transport.all_reduce_(total, "sum", limit)
+        transport.all_reduce_(total, "sum", until)
         striped = torch.full([9], rank + 1.0)
-        transport.striped_all_reduce_(striped, "sum", limit)
+        transport.striped_all_reduce_(striped, "sum", until)
         row = torch.full([3], rank)
-        transport.broadcast_(row, 2, limit)
+        transport.broadcast_(row, 2, until)
         if rank == 0:
             found = set()
             for _ in range(size - 1):
                 buffer = torch.zeros(1, dtype=torch.int64)
-                found.add((transport.receive_any(buffer, limit, 5), int(buffer)))
+                found.add((transport.receive_any(buffer, until, 5), int(buffer)))
         else:
             found = None
-            transport.exchange([(0, torch.tensor([10 * rank]))], [], limit, 5)
+            transport.exchange([(0, torch.tensor([10 * rank]))], [], until, 5)
         ranks = [0, 1] if rank < 2 else [2, 3]
-        part = transport.split(ranks, f"half{ranks[0]}", limit)
+        part = transport.split(ranks, f"half{ranks[0]}", until)
         half = torch.tensor([rank])
-        part.all_reduce_(half, "sum", limit)
+        part.all_reduce_(half, "sum", until)
         part.close()
         return float(total), striped.tolist(), row.tolist(), int(half), found
 

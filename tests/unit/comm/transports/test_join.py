@@ -13,22 +13,16 @@ import pytest
 
 from tests.all.processes.runner import PYTHON_PATH
 from tests.limits import limit
+from tests.unit.cluster.test_launcher_env import slurm_step, torchrun
 from torchmn.base.torch_private import HashStore
 from torchmn.cluster.launcher_env import read_launcher_env
 from torchmn.comm.transports import join
 from torchmn.errors import TopologyError, UsageError
 
-TORCHRUN = {
-    "RANK": "1",
-    "WORLD_SIZE": "4",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "2",
-    "GROUP_RANK": "0",
-    "GROUP_WORLD_SIZE": "2",
-}
-RANK = """
+TORCHRUN = torchrun(1, 4, local=1, per_node=2, agents=2)
+RANK = f"""
 import json, sys, torch, torchmn
-comm = torchmn.create_communicator("naive", timeout_s=30)
+comm = torchmn.create_communicator("naive", timeout_s={limit(30)})
 print(json.dumps([comm.rank, comm.size, float(comm.allreduce(torch.ones(1)))]))
 """
 
@@ -61,15 +55,17 @@ def test_interfaces_that_this_host_does_not_have(
     assert join._own_address(place, "192.0.2.1", HashStore()) is None  # type: ignore[arg-type]
 
 
-def start_ranks(tmp_path: Path, size: int, env: dict[str, str]) -> list[subprocess.Popen[str]]:
+def start_ranks(tmp_path: Path, size: int, step: str) -> list[subprocess.Popen[str]]:
+    """With what srun sets for a step on one node, by its manual."""
     script = tmp_path / "rank.py"
     script.write_text(RANK)
     base = {name: text for name, text in os.environ.items() if not name.startswith("MASTER_")}
     base |= {"PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1"}
+    job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_NODELIST": "n1"}
     return [
         subprocess.Popen(
             [sys.executable, str(script)],
-            env={**base, **env, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+            env=base | slurm_step(rank, size, local=rank, step=step) | job,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -78,24 +74,10 @@ def start_ranks(tmp_path: Path, size: int, env: dict[str, str]) -> list[subproce
     ]
 
 
-def slurm_step(step: str, size: int) -> dict[str, str]:
-    """What srun sets for a step on one node, by its manual."""
-    return {
-        "SLURM_JOB_ID": "4711",
-        "SLURM_STEP_ID": step,
-        "SLURM_NTASKS": str(size),
-        "SLURM_STEP_NUM_TASKS": str(size),
-        "SLURM_NODEID": "0",
-        "SLURM_STEP_NUM_NODES": "1",
-        "SLURM_STEP_TASKS_PER_NODE": str(size),
-        "SLURM_STEP_NODELIST": "n1",
-    }
-
-
 @pytest.mark.processes
 def test_two_steps_of_one_job_find_their_own_ranks_without_a_port(tmp_path: Path) -> None:
     """srun's variables without srun: the rendezvous needs nothing else of it."""
-    worlds = [start_ranks(tmp_path, 2, slurm_step(step, 2)) for step in ("0", "1")]
+    worlds = [start_ranks(tmp_path, 2, step) for step in ("0", "1")]
     for processes in worlds:
         found = []
         for process in processes:
@@ -114,17 +96,10 @@ def test_a_port_in_use(tmp_path: Path) -> None:
     )
     with socket.create_server(("", 0)) as taken:
         port = str(taken.getsockname()[1])
-        env = {
-            **os.environ,
-            "PYTHONPATH": PYTHON_PATH,
-            "RANK": "0",
-            "WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-        }
+        rank_0 = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         done = subprocess.run(
             [sys.executable, str(script)],
-            env=env,
+            env={**os.environ, "PYTHONPATH": PYTHON_PATH, **rank_0},
             capture_output=True,
             text=True,
             timeout=limit(50),

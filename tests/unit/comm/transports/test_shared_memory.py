@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.limits import limit
 from torchmn.comm import Communicator
 from torchmn.comm.transports.base import TimeLimit
 from torchmn.comm.transports.shared_memory import SharedMemoryTransport
@@ -45,7 +46,7 @@ def test_a_failure_of_one_rank_is_raised_on_all(
     def rank_main(comm: Communicator) -> str:
         def share() -> SharedMemoryTransport:
             own.rank = comm.rank
-            return SharedMemoryTransport(comm.world.transport, TimeLimit(20))
+            return SharedMemoryTransport(comm.world.transport, TimeLimit(limit(20)))
 
         with pytest.raises(UnsupportedError) as caught:
             comm.engine.call(share)

@@ -40,19 +40,18 @@ def test_an_address_of_another_file(change: dict[str, int]) -> None:
         SharedMemorySegment.attach(address)
 
 
-def test_too_large_for_the_folder() -> None:
-    with pytest.raises(UnsupportedError, match=r"/dev/shm has .* MiB free and .* needs 4194304\.0"):
-        SharedMemorySegment.create(2**42)
-
-
-def test_missing_folder() -> None:
-    with pytest.raises(UnsupportedError, match="no folder /nowhere"):
-        SharedMemorySegment.create(1, "/nowhere")
-
-
-def test_file_system_without_nameless_files() -> None:
-    with pytest.raises(UnsupportedError, match="/proc cannot hold files without a name"):
-        SharedMemorySegment.create(1, "/proc")
+@pytest.mark.parametrize(
+    ("nbytes", "folder", "reason"),
+    [
+        (2**42, "/dev/shm", r"/dev/shm has .* MiB free and .* needs 4194304\.0"),
+        (1, "/nowhere", "no folder /nowhere"),
+        (1, "/proc", "/proc cannot hold files without a name"),
+    ],
+    ids=["too large", "a missing folder", "no nameless files"],
+)
+def test_folders_that_cannot_hold_it(nbytes: int, folder: str, reason: str) -> None:
+    with pytest.raises(UnsupportedError, match=reason):
+        SharedMemorySegment.create(nbytes, folder)
 
 
 def test_other_operating_systems(monkeypatch: pytest.MonkeyPatch) -> None:

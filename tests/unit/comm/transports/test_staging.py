@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -12,20 +12,18 @@ from torch._C._distributed_c10d import HashStore
 
 from tests.limits import limit
 from tests.unit.comm.fake_device import FakeDevice, FakeEvent, FakeStreams
+from tests.unit.comm.ranks import run_transports
 from torchmn.comm.streams import streams_of
 from torchmn.comm.transports.base import TimeLimit
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.comm.transports.staging import Staging, await_stream
 from torchmn.errors import TimeLimitError, UnsupportedError
-from torchmn.testing import run_threads
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int16, torch.bool])
 def test_what_is_sent_arrives_in_the_tensors_of_the_caller(dtype: torch.dtype) -> None:
-    store = HashStore()
-
-    def rank_main(rank: int) -> list[torch.Tensor]:
-        transport = TorchDistributedTransport(store, rank, 2, timeout_s=limit(20))
+    def rank_main(transport: TorchDistributedTransport) -> list[torch.Tensor]:
+        rank = transport.rank
         staging, until, peer = Staging(), TimeLimit(limit(20)), 1 - rank
         for numel in (5, 1, 3000):  # the buffer grows, and is used again
             own = [torch.arange(n).add(rank).to(dtype) for n in (numel, 0, 3)]
@@ -36,17 +34,16 @@ def test_what_is_sent_arrives_in_the_tensors_of_the_caller(dtype: torch.dtype) -
                 until,
                 lambda out, into: transport.exchange(out, into, until, 5),
             )
-        transport.close()
         return arrived
 
-    for rank, arrived in enumerate(run_threads(rank_main, 2)):
+    for rank, arrived in enumerate(run_transports(rank_main, 2)):
         expected = [torch.arange(n).add(1 - rank).to(dtype) for n in (3000, 0, 3)]
         assert all(map(torch.equal, arrived, expected))
 
 
-def staged(rank: int, store: HashStore, size: int, streams: FakeStreams | None = None) -> None:
-    """Messages of different sizes between three ranks, some of which are sent in chunks."""
-    transport = TorchDistributedTransport(store, rank, size, timeout_s=limit(20))
+def staged(transport: TorchDistributedTransport, streams: FakeStreams | None = None) -> None:
+    """Messages of different sizes between all ranks, some of which are sent in chunks."""
+    rank, size = transport.rank, transport.size
     find = (lambda device: streams) if streams else streams_of
     staging, until = Staging(chunk_bytes=64, find_streams=find), TimeLimit(limit(20))
 
@@ -70,7 +67,7 @@ def staged(rank: int, store: HashStore, size: int, streams: FakeStreams | None =
         own = [(peer, adopt(x)) for peer in peers for x in values(rank, peer, turn)]
         wanted = [(peer, x) for peer in peers for x in values(peer, rank, turn)]
         arrived = [(peer, adopt(torch.zeros_like(x))) for peer, x in wanted]
-        with streams.device.running() if streams else nullcontext():
+        with streams.device.running() if streams else contextlib.nullcontext():
             sends = [(peer, x * 2 - x) for peer, x in own]  # computed by the device just before
             staging.exchange(sends, arrived, until, on_host)
             after = [x + 0 for _, x in arrived]
@@ -78,28 +75,22 @@ def staged(rank: int, store: HashStore, size: int, streams: FakeStreams | None =
             streams.device.synchronize()
         assert all(map(torch.equal, after, (x for _, x in wanted)))
     assert len(rounds) > 3 * 8  # chunks, and not messages
-    transport.close()
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_large_messages_are_sent_in_chunks(size: int) -> None:
-    store = HashStore()
-    run_threads(lambda rank: staged(rank, store, size), size)
+    run_transports(staged, size)
 
 
 @pytest.mark.parametrize("order", ["caller first", "exchange first"])
 def test_chunks_wait_for_the_copies_of_a_device_that_runs_late(order: str) -> None:
-    store = HashStore()
-
-    def rank_main(rank: int) -> None:
+    def rank_main(transport: TorchDistributedTransport) -> None:
         device = FakeDevice(order)
         device.begin()
-        try:
-            staged(rank, store, 2, FakeStreams(device))
-        finally:
-            device.close()
+        with contextlib.closing(device):
+            staged(transport, FakeStreams(device))
 
-    run_threads(rank_main, 2)
+    run_transports(rank_main, 2)
 
 
 class Unordered(FakeStreams):
@@ -112,19 +103,11 @@ class Unordered(FakeStreams):
 
 
 def test_a_chunk_that_does_not_wait_is_found() -> None:
-    store = HashStore()
+    def rank_main(transport: TorchDistributedTransport) -> None:
+        with contextlib.closing(FakeDevice()) as device, pytest.raises(AssertionError):
+            staged(transport, Unordered(device))
 
-    def rank_main(rank: int) -> bool:
-        device = FakeDevice()
-        try:
-            staged(rank, store, 2, Unordered(device))
-        except AssertionError:
-            return False
-        finally:
-            device.close()
-        return True
-
-    assert not any(run_threads(rank_main, 2))
+    run_transports(rank_main, 2)
 
 
 class Stream:
@@ -145,7 +128,7 @@ def test_it_returns_when_the_stream_is_there(monkeypatch, seconds: float) -> Non
     stream = Stream(seconds)
     monkeypatch.setattr(torch.cuda, "Event", lambda: stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    await_stream(torch.device("cuda", 0), TimeLimit(20))
+    await_stream(torch.device("cuda", 0), TimeLimit(limit(20)))
     assert time.monotonic() >= stream.passes_s
 
 

@@ -3,43 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import socket
-import struct
 import threading
+from functools import partial
 
 import pytest
 import torch
-from torch._C._distributed_c10d import HashStore
 
 from tests.contracts.suites.communicator_contracts import seeded
 from tests.limits import limit
+from tests.unit.comm.ranks import run_transports, tcp_over
 from torchmn.cluster import Topology
 from torchmn.comm import create_communicator
 from torchmn.comm.transports import tcp, tcp_stream
 from torchmn.comm.transports.base import TimeLimit, Transport
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
-from torchmn.comm.transports.tcp import TcpTransport
 from torchmn.control.rank_listener import RankAddress
 from torchmn.errors import CommunicationError, PeerLostError, TimeLimitError
-from torchmn.testing import run_threads
 
 LARGE = 70_001  # elements
+run = partial(run_transports, over=tcp_over)
 
 
-def run(function, size, timeout_s=20.0):
-    """Call ``function(transport)`` on every rank, threads; results in rank order."""
-    store = HashStore()
-
-    def rank_main(rank):
-        inner = TorchDistributedTransport(store, rank, size, timeout_s=limit(timeout_s))
-        with contextlib.closing(
-            TcpTransport.connect(inner, TimeLimit(limit(timeout_s)))
-        ) as transport:
-            return function(transport)
-
-    return run_threads(rank_main, size)
+@pytest.fixture(autouse=True)
+def _connections_may_take_long(monkeypatch) -> None:
+    monkeypatch.setattr(tcp, "_CONNECT_S", limit(5))
 
 
 def part(rank, dtype=torch.float64, numel=LARGE):
@@ -52,7 +40,7 @@ def test_sums_are_right_and_the_same_bits_everywhere(size, dtype) -> None:
     def rank_main(transport):
         assert transport.name == "tcp"
         buffer = part(transport.rank, dtype, size * LARGE)
-        transport.all_reduce_(buffer, "sum", TimeLimit(20))
+        transport.all_reduce_(buffer, "sum", TimeLimit(limit(20)))
         return buffer
 
     results = run(rank_main, size)
@@ -72,8 +60,8 @@ def test_sums_by_pieces_are_those_by_two_steps(monkeypatch, size, dtype) -> None
     def rank_main(transport):
         by_pieces = part(transport.rank, dtype, size * LARGE + 1)
         by_steps = by_pieces.clone()
-        transport.striped_all_reduce_(by_pieces, "sum", TimeLimit(20))
-        Transport.striped_all_reduce_(transport, by_steps, "sum", TimeLimit(20))
+        transport.striped_all_reduce_(by_pieces, "sum", TimeLimit(limit(20)))
+        Transport.striped_all_reduce_(transport, by_steps, "sum", TimeLimit(limit(20)))
         return torch.equal(by_pieces, by_steps)
 
     assert run(rank_main, size) == [True] * size
@@ -87,7 +75,7 @@ def test_small_and_large_messages_to_all_in_one_exchange() -> None:
         transport.exchange(
             [(r, part(10 * me + r, numel=n)) for r in others for n in sizes],
             [(r, got[r, n]) for r in others for n in sizes],
-            TimeLimit(20),
+            TimeLimit(limit(20)),
         )
         for (r, n), tensor in got.items():
             assert torch.equal(tensor, part(10 * r + me, numel=n))
@@ -101,17 +89,17 @@ def test_announced_sums_have_the_same_bits(size, dtype) -> None:
     numels = [size * LARGE, size * LARGE + 1, 5, 2 * size * LARGE]
 
     def rank_main(transport):
-        limit = TimeLimit(20)
+        until = TimeLimit(limit(20))
         plain = [part(transport.rank + i, dtype, n) for i, n in enumerate(numels)]
         ahead = [buffer.clone() for buffer in plain]
         for buffer in plain:
-            transport.all_reduce_(buffer, "sum", limit)
+            transport.all_reduce_(buffer, "sum", until)
         for buffer in ahead:
             transport.prefetch_send(buffer)
         other = torch.ones(size * LARGE)
-        transport.all_reduce_(other, "max", limit)  # may come between them
+        transport.all_reduce_(other, "max", until)  # may come between them
         for buffer in ahead:
-            transport.all_reduce_(buffer, "sum", limit)
+            transport.all_reduce_(buffer, "sum", until)
         return plain, ahead
 
     for plain, ahead in run(rank_main, size):
@@ -124,7 +112,7 @@ def test_announced_sums_are_made_in_their_order() -> None:
         transport.prefetch_send(first)
         transport.prefetch_send(second)
         with pytest.raises(CommunicationError, match="sum 2 is made before sum 1"):
-            transport.all_reduce_(second, "sum", TimeLimit(20))
+            transport.all_reduce_(second, "sum", TimeLimit(limit(20)))
 
     run(rank_main, 2)
 
@@ -138,10 +126,10 @@ def test_ranks_that_announce_different_sums_raise() -> None:
         transport.prefetch_send(buffer)
         if transport.rank == 0:
             with contextlib.suppress(PeerLostError):
-                transport.all_reduce_(buffer, "sum", TimeLimit(20))
+                transport.all_reduce_(buffer, "sum", TimeLimit(limit(20)))
         else:
             with pytest.raises(PeerLostError, match="with tag 2 where .* different collective"):
-                transport.all_reduce_(buffer, "sum", TimeLimit(20))
+                transport.all_reduce_(buffer, "sum", TimeLimit(limit(20)))
 
     run(rank_main, 2)
 
@@ -166,7 +154,7 @@ def test_a_closed_connection_is_detected_immediately() -> None:
     def rank_main(transport):
         if transport.rank == 0:
             with pytest.raises(PeerLostError, match="rank 1 of the group closed"):
-                transport.exchange([], [(1, torch.zeros(LARGE))], TimeLimit(20))
+                transport.exchange([], [(1, torch.zeros(LARGE))], TimeLimit(limit(20)))
 
     run(rank_main, 2)
 
@@ -176,10 +164,10 @@ def test_a_message_of_another_collective_is_rejected() -> None:
         if transport.rank == 1:
             # The other rank aborts and closes, perhaps before all was sent.
             with contextlib.suppress(PeerLostError):
-                transport.exchange([(0, torch.zeros(2 * LARGE))], [], TimeLimit(20), tag=7)
+                transport.exchange([(0, torch.zeros(2 * LARGE))], [], TimeLimit(limit(20)), tag=7)
         else:
             with pytest.raises(PeerLostError, match="tag 7 .* different collective"):
-                transport.exchange([], [(1, torch.zeros(2 * LARGE))], TimeLimit(20), tag=8)
+                transport.exchange([], [(1, torch.zeros(2 * LARGE))], TimeLimit(limit(20)), tag=8)
 
     run(rank_main, 2)
 
@@ -192,49 +180,10 @@ def test_where_ranks_cannot_connect_all_continue_without(monkeypatch) -> None:
         assert transport.name == "torch.distributed"
         assert transport.fallback_reason == "ranks 0, 1, 2 could not be connected in 0.3 s"
         buffer = torch.ones(LARGE)
-        transport.all_reduce_(buffer, "sum", TimeLimit(20))
+        transport.all_reduce_(buffer, "sum", TimeLimit(limit(20)))
         assert (buffer == 3).all()
 
     run(rank_main, 3)
-
-
-class DisturbedTransport(TorchDistributedTransport):
-    """A transport during whose setup clients without the secret connect to rank 0's listener."""
-
-    def all_gather_stripes_(self, buffer, time_limit) -> None:
-        super().all_gather_stripes_(buffer, time_limit)
-        if buffer.dtype != torch.uint8 or self.rank == 0:
-            return
-        own = json.loads(buffer.view(self.size, -1)[0].numpy().tobytes().rstrip(b"\0"))
-        if not isinstance(own, list) or len(own) != 4:
-            return
-        addresses, port, token, _ = own
-        for number in range(100):
-            client = socket.create_connection((addresses[0], port), timeout=limit(10))
-            self.clients.append(client)
-            if number % 3 == 1:
-                client.sendall(os.urandom(100))
-            elif number % 3 == 2:  # the token was sent over an open network, the secret was not
-                client.sendall(bytes.fromhex(token) + struct.pack("<I", 1))
-
-
-def test_unauthenticated_clients_are_rejected_and_do_not_block_ranks(monkeypatch) -> None:
-    monkeypatch.setenv("TORCHMN_SECRET", "of this job")
-    store, clients = HashStore(), []
-
-    def rank_main(rank):
-        inner = DisturbedTransport(store, rank, 2, timeout_s=limit(20), own_address="127.0.0.1")
-        inner.clients = clients
-        with contextlib.closing(TcpTransport.connect(inner, TimeLimit(20))) as transport:
-            assert transport.name == "tcp"
-            buffer = part(rank, numel=2 * LARGE)
-            transport.all_reduce_(buffer, "sum", TimeLimit(20))
-            return buffer
-
-    results = run_threads(rank_main, 2)
-    assert torch.equal(results[0], part(0, numel=2 * LARGE) + part(1, numel=2 * LARGE))
-    for client in clients:
-        client.close()
 
 
 def test_ranks_without_the_secret_do_not_connect(monkeypatch) -> None:
@@ -243,17 +192,13 @@ def test_ranks_without_the_secret_do_not_connect(monkeypatch) -> None:
     known = threading.local()
     secret = property(lambda address: f"{known.secret} {address.token}")
     monkeypatch.setattr(RankAddress, "secret", secret)
-    store = HashStore()
 
-    def rank_main(rank):
-        known.secret = f"of job {rank}"
-        inner = TorchDistributedTransport(store, rank, 2, timeout_s=limit(20))
-        with contextlib.closing(TcpTransport.connect(inner, TimeLimit(20))) as transport:
-            return transport.name, transport.fallback_reason
+    def with_another_secret(inner):
+        known.secret = f"of job {inner.rank}"
+        return tcp_over(inner)
 
-    for name, missing in run_threads(rank_main, 2):
-        assert name == "torch.distributed"
-        assert missing == "ranks 0, 1 could not be connected in 0.3 s"
+    found = run_transports(lambda t: (t.name, t.fallback_reason), 2, over=with_another_secret)
+    assert found == [("torch.distributed", "ranks 0, 1 could not be connected in 0.3 s")] * 2
 
 
 def test_groups_of_too_many_ranks_may_have_connections(monkeypatch) -> None:
@@ -266,14 +211,14 @@ def test_groups_of_too_many_ranks_may_have_connections(monkeypatch) -> None:
         )
         transport.prefetch_send(torch.ones(3 * LARGE))
         whole = torch.ones(3 * LARGE)
-        transport.all_reduce_(whole, "sum", TimeLimit(20))
+        transport.all_reduce_(whole, "sum", TimeLimit(limit(20)))
         assert (whole == 3).all()
         if transport.rank == 2:
             return
-        leaders = transport.split([0, 1], "leaders", TimeLimit(20))
+        leaders = transport.split([0, 1], "leaders", TimeLimit(limit(20)))
         assert (leaders.name, leaders.fallback_reason) == ("tcp", "")
         buffer = torch.ones(2 * LARGE)
-        leaders.all_reduce_(buffer, "sum", TimeLimit(20))
+        leaders.all_reduce_(buffer, "sum", TimeLimit(limit(20)))
         assert (buffer == 2).all()
         leaders.close()
 
@@ -318,18 +263,14 @@ def test_a_library_that_sends_in_calls_only_is_called_while_a_rank_waits() -> No
         def progress(self) -> None:
             released.set()
 
-    store = HashStore()
+    def rank_main(transport):
+        if transport.rank == 1:
+            assert released.wait(limit(10))
+        buffer = torch.ones(LARGE)
+        transport.all_reduce_(buffer, "sum", TimeLimit(limit(10)))
+        return float(buffer.sum()) / LARGE
 
-    def rank_main(rank):
-        inner = Lazy(store, rank, 2, timeout_s=limit(20))
-        with contextlib.closing(TcpTransport.connect(inner, TimeLimit(20))) as transport:
-            if rank == 1:
-                assert released.wait(limit(10))
-            buffer = torch.ones(LARGE)
-            transport.all_reduce_(buffer, "sum", TimeLimit(10))
-            return float(buffer.sum()) / LARGE
-
-    assert run_threads(rank_main, 2) == [2.0, 2.0]
+    assert run(rank_main, 2, make=Lazy) == [2.0, 2.0]
 
 
 def test_listens_at_the_address_that_gloo_was_given(monkeypatch) -> None:
@@ -342,14 +283,5 @@ def test_listens_at_the_address_that_gloo_was_given(monkeypatch) -> None:
 
     create_server = socket.create_server
     monkeypatch.setattr(tcp.socket, "create_server", listen)
-    store = HashStore()
-
-    def rank_main(rank):
-        inner = TorchDistributedTransport(
-            store, rank, 2, timeout_s=limit(20), own_address="127.0.0.1"
-        )
-        with contextlib.closing(TcpTransport.connect(inner, TimeLimit(20))) as transport:
-            return transport.name
-
-    assert run_threads(rank_main, 2) == ["tcp"] * 2
+    assert run(lambda transport: transport.name, 2, own_address="127.0.0.1") == ["tcp"] * 2
     assert set(hosts) == {"127.0.0.1"}

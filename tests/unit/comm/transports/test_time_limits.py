@@ -1,26 +1,35 @@
+"""Pauses of long waits, their end by another thread, and what runs before a communicator ends."""
+
 import threading
 import time
+from types import SimpleNamespace
+
+import pytest
 
 from tests.limits import limit
+from torchmn.comm.transports import base
 from torchmn.comm.transports.base import BackoffTimeLimit, TimeLimit, poll_until
 from torchmn.testing import run_ranks
 
 
-def test_a_long_wait_polls_less_and_less() -> None:
-    def num_polls(limit: TimeLimit) -> int:
-        polls = 0
+def test_a_long_wait_polls_less_and_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock that moves while it sleeps alone."""
+    now, pauses = 100.0, []
 
-        def is_done() -> bool:
-            nonlocal polls
-            polls += 1
-            return False
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        pauses.append(seconds)
 
-        assert not poll_until(is_done, limit, polls_before_yield=1)
-        return polls
-
-    patient = num_polls(BackoffTimeLimit(0.2, longest_pause_s=0.02))
-    assert 5 < patient < 300
-    assert num_polls(TimeLimit(0.2, lambda: False)) > patient
+    monkeypatch.setattr(base, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    assert not poll_until(lambda: False, TimeLimit(0.2, lambda: False), polls_before_yield=1)
+    impatient = len(pauses)
+    pauses.clear()
+    patient = BackoffTimeLimit(0.2, longest_pause_s=0.02)
+    assert not poll_until(lambda: False, patient, polls_before_yield=1)
+    assert 5 < len(pauses) < min(300, impatient)
+    assert pauses == sorted(pauses)
+    assert pauses[-1] == pytest.approx(0.02)
 
 
 def test_it_can_be_ended_from_another_thread() -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable
 
 import pytest
 import torch
 
-from tests.limits import limit
+from tests.unit.comm.ranks import one_stays_away
 from torchmn.comm import Communicator
 from torchmn.errors import CommunicationError, TimeLimitError, UsageError
 from torchmn.nn.functions import allgather, allreduce, pseudo_connect, recv, send
@@ -62,7 +61,7 @@ def test_what_was_made_of_a_received_tensor_and_sent_must_be_reached() -> None:
         del delegate
 
     with pytest.raises(UsageError) as caught:
-        run_ranks(rank_main, 2, timeout_s=5)
+        run_ranks(rank_main, 2)
     text = str(caught.value)
     assert f"recv(rank=0, tag=0) at {HERE}:{line_of(rank_main, 'hidden = recv')}" in text
     assert f"send(rank=0, tag=0) at {HERE}:{line_of(rank_main, 'delegate = send((')}" in text
@@ -80,28 +79,22 @@ def test_backward_of_a_delegate_that_was_passed_already() -> None:
             (send(recv(comm, 0) * w, comm, 0)).backward()
 
     with pytest.raises(UsageError, match="backward has passed send.* already, through recv") as got:
-        run_ranks(rank_main, 2, timeout_s=5)
+        run_ranks(rank_main, 2)
     assert f"{HERE}:{line_of(rank_main, 'delegate = send')}" in str(got.value)
 
 
 def test_a_rank_without_backward_is_named_with_both_lines() -> None:
-    def rank_main(comm: Communicator) -> None:
-        x = torch.ones(2, requires_grad=True)
-        if comm.rank == 0:
-            send(x * 2, comm, 1)
-            has_raised.wait(limit(20))
-            return
-        try:
-            recv(comm, 0).sum().backward()
-        finally:
-            has_raised.set()
+    def sends(comm: Communicator) -> None:
+        send(torch.ones(2, requires_grad=True) * 2, comm, 1)
 
-    has_raised = threading.Event()
+    def call(comm: Communicator) -> None:
+        recv(comm, 0).sum().backward()
+
     with pytest.raises(CommunicationError) as caught:
-        run_ranks(rank_main, 2, timeout_s=1)
+        one_stays_away(call, absent=0, before=sends)
     text = str(caught.value)
-    assert f"recv(rank=0, tag=0) at {HERE}:{line_of(rank_main, 'recv(comm, 0)')}" in text
-    assert f"of send at {HERE}:{line_of(rank_main, 'send(x * 2')} in rank_main on rank 0" in text
+    assert f"recv(rank=0, tag=0) at {HERE}:{line_of(call, 'recv(comm, 0)')}" in text
+    assert f"of send at {HERE}:{line_of(sends, 'send(torch')} in sends on rank 0" in text
 
 
 def test_hang_reports_know_the_call_of_the_script() -> None:
@@ -125,43 +118,33 @@ def test_hang_reports_know_the_call_of_the_script() -> None:
 
 
 def test_a_rank_that_waits_says_what_it_has_not_reached() -> None:
-    def rank_main(comm: Communicator) -> None:
-        x = torch.ones(2, requires_grad=True)
-        if comm.rank == 0:
-            forgotten = send(x * 3, comm, 1)
-            try:
-                send(x * 2, comm, 1).backward()
-            finally:
-                has_raised.set()
-            del forgotten
-        else:
-            recv(comm, 0)
-            recv(comm, 0)
-            has_raised.wait(limit(20))
+    def receives(comm: Communicator) -> None:
+        recv(comm, 0)
+        recv(comm, 0)
 
-    has_raised = threading.Event()
+    def call(comm: Communicator) -> None:
+        x = torch.ones(2, requires_grad=True)
+        forgotten = send(x * 3, comm, 1)
+        send(x * 2, comm, 1).backward()
+        del forgotten
+
     with pytest.raises(TimeLimitError, match="Backward of this rank has not reached: send") as got:
-        run_ranks(rank_main, 2, timeout_s=1)
-    assert f"{HERE}:{line_of(rank_main, 'forgotten = send')}" in str(got.value)
+        one_stays_away(call, before=receives)
+    assert f"{HERE}:{line_of(call, 'forgotten = send')}" in str(got.value)
 
 
 def test_tags_that_do_not_match() -> None:
-    def rank_main(comm: Communicator) -> None:
-        if comm.rank == 0:
-            send(torch.ones(2), comm, 1, tag=4)
-            has_raised.wait(limit(20))
-            return
-        try:
-            recv(comm, 0, tag=5)
-        finally:
-            has_raised.set()
+    def sends(comm: Communicator) -> None:
+        send(torch.ones(2), comm, 1, tag=4)
 
-    has_raised = threading.Event()
+    def call(comm: Communicator) -> None:
+        recv(comm, 0, tag=5)
+
     with pytest.raises(TimeLimitError, match="not requested: rank 0 tag 4") as caught:
-        run_ranks(rank_main, 2, timeout_s=1)
+        one_stays_away(call, absent=0, before=sends)
     text = str(caught.value)
-    assert f"recv(rank=0, tag=5) at {HERE}:{line_of(rank_main, 'recv(comm, 0, tag=5)')}" in text
-    assert f"{HERE}:{line_of(rank_main, 'tag=4)')}" in text
+    assert f"recv(rank=0, tag=5) at {HERE}:{line_of(call, 'recv(comm')}" in text
+    assert f"{HERE}:{line_of(sends, 'tag=4)')}" in text
 
 
 def test_shapes_that_do_not_match() -> None:
@@ -169,7 +152,7 @@ def test_shapes_that_do_not_match() -> None:
         allreduce(comm, torch.ones(2 + comm.rank, requires_grad=True))
 
     with pytest.raises(CommunicationError, match=rf"float32\[2\].*float32\[3\].*{HERE}:\d+"):
-        run_ranks(rank_main, 2, timeout_s=5)
+        run_ranks(rank_main, 2)
 
 
 def test_no_grad_on_one_rank_only() -> None:
@@ -178,7 +161,7 @@ def test_no_grad_on_one_rank_only() -> None:
             allreduce(comm, torch.ones(2, requires_grad=True))
 
     with pytest.raises(CommunicationError, match="may record gradients"):
-        run_ranks(rank_main, 2, timeout_s=5)
+        run_ranks(rank_main, 2)
 
 
 def test_a_loop_is_not_connected_with_the_one_before() -> None:

@@ -110,12 +110,7 @@ def frozen_first_half(halves: Halves) -> nn.Module:
     return halves.modules
 
 
-SCRIPTS = (
-    plain,
-    scaled_loss,
-    several_losses_at_once,
-    frozen_first_half,
-)
+SCRIPTS = (plain, scaled_loss, several_losses_at_once, frozen_first_half)
 
 
 def rank_main(comm: Communicator, script: Callable[[Halves], nn.Module]) -> Outcome:

@@ -46,26 +46,28 @@ def test_intervals_hold_the_difference_as_often_as_they_say(tmp_path: Path) -> N
     assert missed <= 6
 
 
-@pytest.mark.parametrize("phase", ["data", "forward", "backward", "optimizer"])
-def test_the_phase_that_takes_longer_is_named(tmp_path: Path, phase: Any) -> None:
-    factors = {"data": 6.0, "optimizer": 3.0}
-    slower = {(rank, phase): factors.get(phase, 1.2) for rank in range(2)}
-    found = compare(run(tmp_path, 0), run(tmp_path, 1, slower=slower))
+def on_both(phase: str, factor: float) -> dict[str, Any]:
+    return {"slower": {(rank, phase): factor for rank in range(2)}}
+
+
+@pytest.mark.parametrize(
+    ("change", "phase"),
+    [
+        (on_both("data", 6.0), "data"),
+        (on_both("forward", 1.2), "forward"),
+        (on_both("backward", 1.2), "backward"),
+        (on_both("optimizer", 3.0), "optimizer"),
+        # A late rank is not the exchange of the others.
+        ({"slower": {(1, "backward"): 1.3}}, "backward"),
+        ({"bandwidth_bytes_per_s": 2e8}, "exchange"),
+    ],
+    ids=["data", "forward", "backward", "optimizer", "a late rank", "a slow link"],
+)
+def test_the_phase_that_takes_longer_is_named(tmp_path: Path, change: Any, phase: str) -> None:
+    found = compare(run(tmp_path, 0), run(tmp_path, 1, **change))
     assert found.verdict == "slower"
     assert longer(found, "median") == [phase]
     assert f"Phases that are longer in B: {phase} +" in found.text
-
-
-def test_a_late_rank_is_not_the_exchange_of_the_others(tmp_path: Path) -> None:
-    found = compare(run(tmp_path, 0), run(tmp_path, 1, slower={(1, "backward"): 1.3}))
-    assert found.verdict == "slower"
-    assert longer(found, "median") == ["backward"]
-
-
-def test_a_slow_link_is_the_exchange(tmp_path: Path) -> None:
-    found = compare(run(tmp_path, 0), run(tmp_path, 1, bandwidth_bytes_per_s=2e8))
-    assert found.verdict == "slower"
-    assert longer(found, "median") == ["exchange"]
 
 
 def test_rare_slow_steps_count_in_the_mean(tmp_path: Path) -> None:
@@ -87,19 +89,16 @@ def test_one_slow_step_is_noise(tmp_path: Path) -> None:
 
 
 def test_a_faster_run(tmp_path: Path) -> None:
-    slower = {(rank, "backward"): 1.5 for rank in range(2)}
-    found = compare(run(tmp_path, 0, slower=slower), run(tmp_path, 1))
+    found = compare(run(tmp_path, 0, **on_both("backward", 1.5)), run(tmp_path, 1))
     assert found.verdict == "faster"
     assert "Phases that are shorter in B: backward -" in found.text
 
 
 def test_noise_that_hides_a_difference_is_told(tmp_path: Path) -> None:
     """A difference of 3 % within noise of 40 %: how much slower B may be is in the text."""
-    slower = {(rank, "backward"): 1.05 for rank in range(2)}
-    found = compare(
-        run(tmp_path, 0, jitter=0.4, num_steps=30),
-        run(tmp_path, 1, jitter=0.4, num_steps=30, slower=slower),
-    )
+    noisy = {"jitter": 0.4, "num_steps": 30}
+    slower = on_both("backward", 1.05)
+    found = compare(run(tmp_path, 0, **noisy), run(tmp_path, 1, **noisy, **slower))
     assert found.verdict == "no difference"
     assert "No difference can be seen within the noise: B is less than" in found.text
 

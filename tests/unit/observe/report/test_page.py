@@ -1,7 +1,6 @@
 """The page: one small file without anything from elsewhere, and what its charts show."""
 
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -37,40 +36,13 @@ def charts(summaries: list[Summary]) -> list[Chart]:
     return [chart for summary in summaries for chart in run_charts(summary)]
 
 
-class _Tags(HTMLParser):
-    """Tags that are opened and closed in order, and what they refer to."""
-
-    VOID = ("meta", "link", "br", "img")
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Of SVG: it has no contents."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.references: list[str] = []
-        self.charts: list[dict[str, str | None]] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag not in self.VOID:
-            self.open.append(tag)
-        self.references += [value or "" for name, value in attrs if name in ("src", "href")]
-        if ("class", "chart") in attrs:
-            self.charts.append(dict(attrs))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
 def test_it_is_complete_and_refers_to_nothing_else(summaries: list[Summary]) -> None:
     text = page([(summary, find(summary)) for summary in summaries], scaling_of(summaries), None)
-    tags = _Tags()
-    tags.feed(text)
-    assert tags.open == []
-    assert tags.references == ["data:,"]
-    assert len(tags.charts) > 8
-    assert all(chart["role"] == "img" and chart["aria-label"] for chart in tags.charts)
-    assert text.count("<table>") > len(tags.charts)
+    assert re.findall(r"""\b(?:src|href)=["']?([^"'>]*)""", text) == ["data:,"]
+    num_charts = text.count("class='chart'")
+    assert num_charts > 8
+    assert len(re.findall(r"<div class='chart' role='img' aria-label='[^']", text)) == num_charts
+    assert text.count("<table>") > num_charts
     for shown in ("Rank 3 (host host3) computes", "<td>host3</td>", "host0 to host1", "Amdahl"):
         assert shown in text
     assert re.search(r"<td>process</td><td>0\.50 GB</td><td>0\.56 GB</td>", text)  # of memory

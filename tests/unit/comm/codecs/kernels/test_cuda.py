@@ -17,8 +17,7 @@ ROOT = Path(__file__).parents[5]
 
 TRITON = importlib.metadata.version("triton") if importlib.util.find_spec("triton") else ""
 needs_triton = pytest.mark.skipif(
-    not TRITON,
-    reason="triton is not installed (1 GB in addition to a torch for CPUs)",
+    not TRITON, reason="triton is not installed (1 GB in addition to a torch for CPUs)"
 )
 
 

@@ -30,11 +30,7 @@ def compiled() -> Kernels:
 
 
 def both(
-    compiled: Kernels,
-    codec: Quantized,
-    stripe: Layout,
-    values: Tensor,
-    residual: Tensor | None,
+    compiled: Kernels, codec: Quantized, stripe: Layout, values: Tensor, residual: Tensor | None
 ) -> None:
     """Encode and decode by both, and compare everything that they write."""
     plan = codec.plan(stripe)
