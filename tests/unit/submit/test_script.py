@@ -20,6 +20,11 @@ from torchmn.submit.script import job_script, make_log_dir, submit, write_script
 from torchmn.submit.site import SCHEDULERS
 
 
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
 def script(scheduler: str = "pbs", *, requeues: bool = False, **settings: object) -> str:
     job = replace(tutorial(**settings), max_requeues=10 if requeues else 0)
     return job_script(job, SCHEDULERS[scheduler])
@@ -160,14 +165,7 @@ def test_script_is_valid_and_quoted(scheduler: str, tmp_path: Path) -> None:
     assert (checked.returncode, checked.stderr) == (0, "")
     place = text.index("torchmn run")
     rest = text[place : text.index(" &\nrun=")]
-    harmless = "\n".join(
-        [
-            "module() { :; }",
-            "end_job() { :; }",
-            "torchmn() { printf '%s\\0' \"$@\"; }",
-            "log=logs/x",
-        ]
-    )
+    harmless = "module() { :; }\nend_job() { :; }\ntorchmn() { printf '%s\\0' \"$@\"; }\nlog=logs/x"
     parts = [line for line in text.splitlines() if line.startswith((". ", "module ", "export A="))]
     assert len(parts) == 3
     shown = subprocess.run(
@@ -231,15 +229,7 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
         ("grid_engine", ["qsub", "-terse"], "a word of the site\n123\n", "123"),
     ],
 )
-def test_the_name_of_the_job(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    scheduler: str,
-    command: list[str],
-    printed: str,
-    job_id: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_name_of_the_job(scheduler: str, command: list[str], printed: str, job_id: str) -> None:
     asked: list[list[str]] = []
 
     def answering(argv: Sequence[str]) -> Answer:
@@ -250,10 +240,7 @@ def test_the_name_of_the_job(
     assert asked == [[*command, "multi_node_training.sh"]]
 
 
-def test_a_rejected_job_shows_what_the_scheduler_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_rejected_job_shows_what_the_scheduler_said() -> None:
     answer = Answer(returncode=170, err="qsub: Unknown queue\nqsub: Exiting.\n")
     with pytest.raises(LaunchError) as caught:
         submit(tutorial(), SCHEDULERS["pbs"], ask=lambda _: answer)
@@ -263,21 +250,18 @@ def test_a_rejected_job_shows_what_the_scheduler_said(
     assert "multi_node_training.sh" in message
 
 
-def test_missing_job_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_missing_job_id() -> None:
     with pytest.raises(LaunchError, match="printed no job id"):
         submit(tutorial(), SCHEDULERS["pbs"], ask=lambda _: Answer(returncode=0, out="welcome\n"))
 
 
-def test_a_log_folder_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_log_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "logs").touch()
     with pytest.raises(UsageError, match="--log-dir"):
         make_log_dir(tutorial(log_dir="logs"))
 
 
-def test_the_log_folder_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_log_folder_is_private(tmp_path: Path) -> None:
     make_log_dir(tutorial(log_dir="a/b"))
     assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
 
