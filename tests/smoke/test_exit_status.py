@@ -1,21 +1,13 @@
 """A job that ends, raises or gets SIGTERM under every launcher; the table of all that happens."""
 
-from collections.abc import Iterator
-
 import pytest
 
-from tests.all.processes.exit_status import PAGE, Row, Site, cases, check, site_of, table
+from tests.all.processes.exit_status import PAGE, Row, Site, cases, check, site, table
 from tests.all.processes.runner import Runner
 
+__all__ = ["site"]
+
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
-
-
-@pytest.fixture(scope="module")
-def site(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Site]:
-    with site_of(request.param, tmp_path_factory.mktemp("site")) as found:
-        yield found
 
 
 @pytest.mark.parametrize(("site", "row"), cases(in_smoke=True), indirect=["site"])

@@ -1,15 +1,14 @@
 """One unchanged script under every launcher that is here: Open MPI, torchrun, torchmn run, none."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.all.processes.runner import AS_ROOT
-from torchmn.run.backend import find_mpirun
+from tests.all.processes.runner import AS_ROOT, Runner, mpirun_python, run
+
+pytestmark = pytest.mark.processes
 
 SCRIPT = """
 import argparse, dataclasses, datetime, enum, json, pathlib, sys
@@ -39,10 +38,7 @@ PYTHON = sys.executable
 
 def launcher(name: str) -> list[str]:
     if name == "mpirun":
-        path = find_mpirun(os.environ)
-        if path is None:
-            pytest.skip(reason="no mpirun: install it with 'make setup'")
-        return [path, "-n", "2", "--map-by", ":OVERSUBSCRIBE", PYTHON]
+        return mpirun_python(2)
     if name == "torchrun":
         return [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     if name == "torchmn run":
@@ -50,7 +46,6 @@ def launcher(name: str) -> list[str]:
     return [PYTHON]
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "asked", "size", "carries"),
     [
@@ -64,15 +59,8 @@ def launcher(name: str) -> list[str]:
 def test_same_script(tmp_path: Path, name: str, asked: str, size: int, carries: str) -> None:
     script = tmp_path / "a script.py"
     script.write_text(SCRIPT)
-    env = dict(os.environ, OMP_NUM_THREADS="1", OMPI_MCA_btl="^ofi")
-    env |= AS_ROOT
-    done = subprocess.run(
-        [*launcher(name), str(script), str(tmp_path), asked],
-        env=env,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
+    command = (*launcher(name), script, tmp_path, asked)
+    done = run(*command, cwd=tmp_path, OMP_NUM_THREADS="1", **AS_ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(size)]
     total = size * (size + 1) // 2
@@ -88,13 +76,10 @@ kept.allreduce(torch.ones(1))
 """
 
 
-@pytest.mark.processes
 def test_groups_are_closed_before_python_takes_itself_apart(tmp_path: Path) -> None:
     """gloo's threads end the process with SIGABRT otherwise, now and then."""
     (tmp_path / "script.py").write_text(LEAVES_ITS_COMMUNICATOR_OPEN)
-    done = subprocess.run(
-        [*launcher("torchmn run"), "script.py"], cwd=tmp_path, capture_output=True, text=True
-    )
+    done = run(*launcher("torchmn run"), "script.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["[0] groups None", "[1] groups None"]
 
@@ -116,20 +101,8 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("backend", ["gloo", "mpi"])
-def test_script_of_torch_distributed_alone(tmp_path: Path, backend: str) -> None:
-    if backend == "mpi":
-        launcher("mpirun")
-    (tmp_path / "script.py").write_text(PLAIN)
-    done = subprocess.run(
-        [PYTHON, "-m", "torchmn", "run", "-n", "2", "--backend", backend, "script.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
+def test_script_of_torch_distributed_alone(runner: Runner, backend: str) -> None:
+    done = runner.run("-n", "2", "--backend", backend, runner.script(PLAIN), limit_s=60)
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [
-        "[0] 0 2 0 2 0.5 0.5 0.5",
-        "[1] 1 2 1 2 0.5 0.5 0.5",
-    ]
+    lines = [f"[{rank}] {rank} 2 {rank} 2 0.5 0.5 0.5" for rank in range(2)]
+    assert sorted(done.stdout.splitlines()) == lines

@@ -44,9 +44,16 @@ def test_without_close_and_finalize_it_is_not() -> None:
         assert any("_global_optimizer_pre_hooks" in name for name in found)
 
 
-def replace(monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> None:
-    plain = getattr(owner, name)
-    monkeypatch.setattr(owner, name, lambda *args, **kwargs: plain(*args, **kwargs))
+class Watched:
+    """A model and its optimizer, and what has changed since they were made."""
+
+    def __init__(self) -> None:
+        self.model = new_model()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
+        self._before = state(self.model, self.optimizer)
+
+    def changes(self) -> list[str]:
+        return differences(self._before, state(self.model, self.optimizer))
 
 
 @pytest.mark.parametrize(
@@ -68,76 +75,66 @@ def replace(monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> None:
 def test_a_replaced_function_is_seen(
     monkeypatch: pytest.MonkeyPatch, owner: object, name: str
 ) -> None:
-    model = new_model()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    before = state(model, optimizer)
-    replace(monkeypatch, owner, name)
-    assert any(found.endswith(f".{name}") for found in differences(before, state(model, optimizer)))
+    watched, plain = Watched(), getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *args, **kwargs: plain(*args, **kwargs))
+    assert any(found.endswith(f".{name}") for found in watched.changes())
 
 
-CHANGES: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
-    "environment": lambda monkeypatch: monkeypatch.setenv("X_TORCHMN", "1"),
-    "folder": lambda monkeypatch: monkeypatch.chdir("/"),
-    "warnings": lambda monkeypatch: monkeypatch.setattr(
-        warnings, "filters", [warnings.filters[0], *warnings.filters]
+CHANGES: dict[str, tuple[str, Callable[[Watched, pytest.MonkeyPatch], object]]] = {
+    "environment": ("environment", lambda _, patch: patch.setenv("X_TORCHMN", "1")),
+    "folder": ("folder", lambda _, patch: patch.chdir("/")),
+    "filter of warnings": (
+        "warnings",
+        lambda _, patch: patch.setattr(warnings, "filters", [*warnings.filters[:1]] * 2),
     ),
-    "random numbers": lambda _: random.random(),
+    "random numbers": ("random numbers", lambda *_: random.random()),
+    "hook of a module": (
+        "module 0",
+        lambda watched, _: watched.model[0].register_forward_pre_hook(print),
+    ),
+    "method of a module": (
+        "module 0",
+        lambda watched, _: vars(watched.model[0]).update(forward=watched.model[0].forward),
+    ),
+    "hook of a parameter": (
+        "parameter 0.weight",
+        lambda watched, _: watched.model[0].weight.register_hook(print),
+    ),
+    "hook of an optimizer": (
+        "optimizer",
+        lambda watched, _: watched.optimizer.register_step_pre_hook(print),
+    ),
+    "method of an optimizer": (
+        "optimizer",
+        lambda watched, _: vars(watched.optimizer).update(step=watched.optimizer.step),
+    ),
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_a_change_of_the_process_is_seen(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    model = new_model()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    before = state(model, optimizer)
-    CHANGES[name](monkeypatch)
-    assert name in differences(before, state(model, optimizer))
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_seen(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+    watched = Watched()
+    name, make = CHANGES[change]
+    make(watched, monkeypatch)
+    assert name in watched.changes()
 
 
-def test_a_signal_handler_a_thread_and_a_setting_of_torch_are_seen() -> None:
-    model = new_model()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    before = state(model, optimizer)
+def test_what_holds_for_the_whole_process_is_seen() -> None:
+    """A signal handler, a thread, a setting of torch and global hooks."""
+    watched = Watched()
     end, num_threads = threading.Event(), torch.get_num_threads()
     thread = threading.Thread(target=end.wait)
     thread.start()
     handler = signal.signal(signal.SIGUSR1, print)
     torch.set_num_threads(num_threads + 1)
-    found = differences(before, state(model, optimizer))
+    hooks = register_module_forward_pre_hook(print), register_optimizer_step_pre_hook(print)
+    found = watched.changes()
+    for hook in hooks:
+        hook.remove()
     torch.set_num_threads(num_threads)
     signal.signal(signal.SIGUSR1, handler)
     end.set()
     thread.join()
     assert {"threads", "signal handlers", "torch"} <= {*found}
-
-
-def test_a_global_hook_is_seen() -> None:
-    model = new_model()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    before = state(model, optimizer)
-    hooks = register_module_forward_pre_hook(print), register_optimizer_step_pre_hook(print)
-    found = " ".join(differences(before, state(model, optimizer)))
-    for hook in hooks:
-        hook.remove()
-    assert "_global_forward_pre_hooks" in found
-    assert "_global_optimizer_pre_hooks" in found
-
-
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        ("module 0", lambda model, _: model[0].register_forward_pre_hook(print)),
-        ("module 0", lambda model, _: vars(model[0]).update(forward=model[0].forward)),
-        ("parameter 0.weight", lambda model, _: model[0].weight.register_hook(print)),
-        ("optimizer", lambda _, optimizer: optimizer.register_step_pre_hook(print)),
-        ("optimizer", lambda _, optimizer: vars(optimizer).update(step=optimizer.step)),
-    ],
-)
-def test_what_is_planted_on_a_model_or_an_optimizer_is_seen(
-    name: str, change: Callable[..., object]
-) -> None:
-    model = new_model()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    before = state(model, optimizer)
-    change(model, optimizer)
-    assert name in differences(before, state(model, optimizer))
+    assert "_global_forward_pre_hooks" in " ".join(found)
+    assert "_global_optimizer_pre_hooks" in " ".join(found)

@@ -1,6 +1,5 @@
 """What the tests of processes share."""
 
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -8,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.all.processes.runner import PYTHON_PATH, Runner
-from torchmn.run.backend import this_machine
+from tests.all.processes.runner import PYTHON_PATH, Runner, skip_without_mpi
+from tests.netlab import Lab, missing_requirement, netlab
 
 
 @pytest.fixture(autouse=True)
@@ -30,11 +29,6 @@ def _quick_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", PYTHON_PATH)
 
 
-def skip_without_mpi() -> None:
-    if missing := this_machine(os.environ).missing_for_mpi:
-        pytest.skip(reason=f"MPI lacks {missing}: install it with 'make setup'")
-
-
 @pytest.fixture(params=["gloo", "mpi"])
 def backend(request: pytest.FixtureRequest) -> str:
     if request.param == "mpi":
@@ -45,6 +39,15 @@ def backend(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def needs_mpi() -> None:
     skip_without_mpi()
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    """Two hosts for all tests of a module."""
+    if missing := missing_requirement():
+        pytest.skip(reason=f"no test hosts: {missing}")
+    with netlab(2, None) as made:
+        yield made
 
 
 @pytest.fixture

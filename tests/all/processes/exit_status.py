@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,12 +16,18 @@ from typing import Literal, get_args
 import psutil
 import pytest
 
-from tests.all.processes.runner import AS_ROOT, MARK, PYTHON_PATH, Runner
+from tests.all.processes.runner import (
+    AS_ROOT,
+    MARK,
+    PYTHON_PATH,
+    Runner,
+    mpirun_python,
+    skip_without_mpi,
+)
 from tests.all.schedulers.cluster import running
 from tests.all.schedulers.slurm import Slurm
 from tests.limits import limit
 from tests.netlab import missing_requirement, netlab
-from torchmn.run.backend import find_mpirun, this_machine
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "exit-status.md"
 Launcher = Literal["local", "ssh", "mpirun", "srun", "plain mpirun", "plain torchrun"]
@@ -147,8 +152,16 @@ def _is_in_smoke(launcher: Launcher, row: Row) -> bool:
 
 def cases(*, in_smoke: bool) -> list[object]:
     """The entries of the table that one of the two folders tests: launchers and rows."""
+    elsewhere = pytest.mark.skipif(
+        not in_smoke and not os.environ.get("TORCHMN_TEST_LAUNCHERS"),
+        reason="'make test-launchers' runs these",  # mostly of other programs
+    )
     return [
-        pytest.param(launcher, row, id=f"{launcher}-{row.what}")
+        pytest.param(
+            *(launcher, row),
+            id=f"{launcher}-{row.what}",
+            marks=elsewhere if launcher == "srun" or launcher.startswith("plain") else (),
+        )
         for launcher in LAUNCHERS
         for row in ROWS
         if launcher in row.statuses
@@ -212,18 +225,21 @@ def torchmn_run(launcher: str, *options: str) -> Sequence[str]:
     return (*run, "--launcher", launcher, *options)
 
 
-@contextmanager
-def site_of(launcher: Launcher, folder: Path) -> Iterator[Site]:
-    """Starts the hosts that a launcher needs. Skips where it is not here."""
+@pytest.fixture(scope="module")
+def site(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Site]:
+    """Starts the hosts that a launcher needs. Skips where it is not here.
+
+    Of the whole module, so that test hosts are there before a test that leaves nothing.
+    """
+    launcher: Launcher = request.param
     here, gloo = ("-n", "2"), ("--backend", "gloo")
-    if launcher in ("mpirun", "plain mpirun"):
-        mpirun = find_mpirun(os.environ)
-        if mpirun is None or this_machine(os.environ).missing_for_mpi:
-            pytest.skip(reason="no MPI: install it with 'make setup'")
-        command = torchmn_run("mpirun", "--backend", "mpi", *here)
-        if launcher == "plain mpirun":
-            command = (mpirun, "--oversubscribe", *here, sys.executable)
-        yield Site(launcher=launcher, command=command, env=AS_ROOT)
+    if launcher == "mpirun":
+        skip_without_mpi()
+        yield Site(launcher=launcher, command=torchmn_run("mpirun", "--backend", "mpi", *here))
+    elif launcher == "plain mpirun":
+        yield Site(launcher=launcher, command=mpirun_python(2), env=AS_ROOT)
     elif launcher == "plain torchrun":
         yield Site(launcher=launcher, command=TORCHRUN)
     elif launcher == "ssh":
@@ -239,7 +255,7 @@ def site_of(launcher: Launcher, folder: Path) -> Iterator[Site]:
     elif launcher == "srun":
         if missing := Slurm.why_not():
             pytest.skip(reason=missing)
-        with running(Slurm, folder) as cluster:
+        with running(Slurm, tmp_path_factory.mktemp("site")) as cluster:
             hosts = ",".join(f"{node.name}:1" for node in cluster.nodes)
             yield Site(
                 launcher=launcher,

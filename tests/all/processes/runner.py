@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import IO, Any
 
 import psutil
+import pytest
 
 import torchmn
 from tests.limits import limit
+from torchmn.run.backend import find_mpirun, this_machine
 
 MARK = "TORCHMN_TEST_MARK"
 # For the Python of every rank: a start without torch's compiler, torchmn, and the tests.
@@ -25,8 +27,12 @@ PYTHON_PATH = os.pathsep.join(
         str(Path(__file__).parents[3]),
     ]
 )
-# For an mpirun that root starts.
-AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+# For an mpirun that root starts, without the networks of libfabric.
+AS_ROOT = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_btl": "^ofi",
+}
 RANK = (
     "import os; from tests.limits import limit; "
     'rank = int(os.environ.get("RANK") or os.environ["OMPI_COMM_WORLD_RANK"])\n'
@@ -39,6 +45,33 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def run(
+    *command: object, cwd: Path | None = None, limit_s: float = 60, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a command with these variables to its end, whatever its exit status."""
+    return subprocess.run(
+        [*map(str, command)],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": PYTHON_PATH, **env},
+        capture_output=True,
+        text=True,
+        timeout=limit(limit_s),
+        check=False,
+    )
+
+
+def skip_without_mpi() -> None:
+    if missing := this_machine(os.environ).missing_for_mpi:
+        pytest.skip(reason=f"MPI lacks {missing}: install it with 'make setup'")
+
+
+def mpirun_python(num_ranks: int) -> list[str]:
+    """A command before a script, under an mpirun without torchmn; it needs `AS_ROOT`."""
+    skip_without_mpi()
+    words = [str(find_mpirun(os.environ)), "--oversubscribe", "-n", str(num_ranks)]
+    return [*words, sys.executable]
+
+
 def wait_until(
     condition: Callable[[], bool], what: object = "waited in vain", limit_s: float = 30
 ) -> None:
@@ -46,6 +79,12 @@ def wait_until(
     while not condition():
         assert time.monotonic() < deadline, what
         time.sleep(0.02)
+
+
+def finish(process: subprocess.Popen[str], limit_s: float) -> subprocess.CompletedProcess[str]:
+    """What a process has printed, at its end."""
+    out, err = process.communicate(timeout=limit(limit_s))
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 class Runner:
@@ -66,21 +105,36 @@ class Runner:
         """`torchmn run`, with the options of `start_python`."""
         return self.start_python("-m", "torchmn", "run", "--log-dir", "logs", *args, **options)
 
-    def start_python(
+    def start_python(self, *args: str, **options: Any) -> subprocess.Popen[str]:
+        """Python, with the options of `start_command`."""
+        return self.start_command(sys.executable, *args, **options)
+
+    def start_ranks(self, num_ranks: int, *args: str, **env: str) -> list[subprocess.Popen[str]]:
+        """Python for each of the ranks that no launcher ends, as under srun without its -K."""
+        size = str(num_ranks)
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **env}
+        place |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+        return [
+            self.start_python(*args, **place, RANK=str(rank), LOCAL_RANK=str(rank))
+            for rank in range(num_ranks)
+        ]
+
+    def start_command(
         self,
-        *args: str,
+        *command: str,
         preexec_fn: Callable[[], None] | None = None,
         stdin: int | IO[bytes] | None = None,
         **env: str,
     ) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, *args],
+            command,
             cwd=self.folder,
             env={**os.environ, "PYTHONPATH": PYTHON_PATH, MARK: self.mark, **env},
             stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            errors="replace",
             preexec_fn=preexec_fn,
         )
         self._started.append(process)
@@ -95,9 +149,12 @@ class Runner:
                     pipe.close()
 
     def run(self, *args: str, limit_s: float = 30, **env: str) -> subprocess.CompletedProcess[str]:
-        process = self.start(*args, **env)
-        out, err = process.communicate(timeout=limit(limit_s))
-        return subprocess.CompletedProcess(args, process.returncode, out, err)
+        return finish(self.start(*args, **env), limit_s)
+
+    def run_command(
+        self, *command: str, limit_s: float = 60, **env: str
+    ) -> subprocess.CompletedProcess[str]:
+        return finish(self.start_command(*command, **env), limit_s)
 
     @property
     def logs(self) -> Path:

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import torchmn
 
 NUM_SAMPLES, BATCH_SIZE, NUM_EPOCHS = 37, 8, 4
+STOP_AFTER = 7  # steps: in the middle of the second pass
 NUM_STEPS = NUM_EPOCHS * -(-NUM_SAMPLES // BATCH_SIZE)
 
 
@@ -63,6 +64,8 @@ def main(folder: str, num_workers: int, step_s: float) -> None:
             time.sleep(step_s)
             step += 1
             print(f"ended step {step}", flush=True)
+            while step == STOP_AFTER and step_s and not preemption.reason:  # for the test's signal
+                time.sleep(0.01)
             if step % 3 == 0:
                 checkpointer.save(step, state)
             preemption.step_ended()

@@ -2,15 +2,13 @@
 
 import os
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.all.processes.runner import AS_ROOT, MARK, PYTHON_PATH, Runner, free_port
+from tests.all.processes.runner import AS_ROOT, Runner, finish, mpirun_python
 from tests.limits import limit
-from torchmn.run.backend import find_mpirun, this_machine
 
 pytestmark = pytest.mark.processes
 
@@ -69,6 +67,7 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ("gloo", "exception", 1, "failed with exit code 1; the whole traceback is in"),
         ("mpi", "exit", 3, "failed with exit code 3"),
         ("gloo", "kill", 137, "was ended by SIGKILL"),
+        ("gloo", "segmentation", 139, "SIGSEGV"),
     ],
     indirect=["backend"],
 )
@@ -85,17 +84,10 @@ def test_the_rank_that_failed_first_is_reported_last(
     if fault == "exception":
         assert "ValueError: the cause" in done.stderr.splitlines()[-2]
         assert kept[-2] == "ValueError: the cause"
+    if fault == "segmentation":
+        assert "Fatal Python error: Segmentation fault" in done.stderr
+        assert 'script.py", line' in done.stderr
     runner.wait_until_nothing_is_left()
-
-
-def test_a_segmentation_fault_shows_the_python_line(runner: Runner) -> None:
-    done = runner.run(
-        "-n", "2", "--backend", "gloo", runner.script(TRAINING), "segmentation", limit_s=50
-    )
-    assert done.returncode == 139
-    assert "Fatal Python error: Segmentation fault" in done.stderr
-    assert 'script.py", line' in done.stderr
-    assert "SIGSEGV" in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -193,35 +185,13 @@ def test_a_rank_that_does_not_join_is_reported(runner: Runner, backend: str) -> 
     runner.wait_until_nothing_is_left()
 
 
-def run_without_torchmn(runner: Runner, *command: str) -> subprocess.CompletedProcess[str]:
-    """Under a launcher other than `torchmn run`."""
-    environment = {**os.environ, "PYTHONPATH": PYTHON_PATH, MARK: runner.mark, **AS_ROOT}
-    return subprocess.run(
-        command,
-        cwd=runner.folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=limit(50),
-        errors="replace",
-    )
-
-
-def mpirun() -> list[str]:
-    missing = this_machine(os.environ).missing_for_mpi
-    path = find_mpirun(os.environ)
-    if missing or path is None:
-        pytest.skip(reason=f"MPI lacks {missing or 'mpirun'}: install it with 'make setup'")
-    return [path, "--oversubscribe", "-n", "3", sys.executable]
-
-
 def report_file(folder: Path, name: str) -> str:
     (path,) = (folder / "torchmn-logs").glob(f"*/{name}")
     return path.read_text()
 
 
 def test_an_exception_under_mpirun(runner: Runner) -> None:
-    done = run_without_torchmn(runner, *mpirun(), runner.script(TRAINING), "exception")
+    done = runner.run_command(*mpirun_python(3), runner.script(TRAINING), "exception", **AS_ROOT)
     assert done.returncode != 0
     ours = [line for line in done.stderr.splitlines() if line.startswith("torchmn:")]
     assert ours[-1].endswith("failed with exit code 1 (ValueError: the cause).")
@@ -230,23 +200,9 @@ def test_an_exception_under_mpirun(runner: Runner) -> None:
 
 
 def by_hand(runner: Runner, text: str, *args: str) -> tuple[list[int], list[str]]:
-    """Exit codes and errors of three ranks that no launcher ends: srun without its -K."""
-    environment = {**os.environ, "PYTHONPATH": PYTHON_PATH, MARK: runner.mark}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3"}
-    script = runner.script(text)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, script, *args],
-            cwd=runner.folder,
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            | {"LOCAL_WORLD_SIZE": "3"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(3)
-    ]
-    errors = [rank.communicate(timeout=limit(50))[1] for rank in ranks]
-    return [rank.returncode for rank in ranks], errors
+    """Exit codes and errors of three ranks that no launcher ends."""
+    done = [finish(rank, 50) for rank in runner.start_ranks(3, runner.script(text), *args)]
+    return [rank.returncode for rank in done], [rank.stderr for rank in done]
 
 
 FEW_FILES = """
@@ -337,7 +293,7 @@ from torchmn.run.start import run_job
 job = Job(argv=("sh", "run.sh"), num_ranks=2, backend="gloo", log_dir=Path("logs"))
 raise SystemExit(run_job(job, os.environ))
 """
-    done = run_without_torchmn(runner, sys.executable, "-c", starter)
+    done = runner.run_command(sys.executable, "-c", starter)
     assert done.returncode == 1, done.stderr
     *_, error, summary = done.stderr.splitlines()
     assert error.endswith("ValueError: the cause")
@@ -382,7 +338,7 @@ comm.allreduce(torch.ones(4))
 def test_torchrun_names_the_rank_that_failed(runner: Runner) -> None:
     """Ours end the others after torchrun has seen the end of the first."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3"]
-    done = run_without_torchmn(runner, *command, runner.script(TORCHRUN))
+    done = runner.run_command(*command, runner.script(TORCHRUN))
     assert done.returncode == 1
     summary = done.stderr[done.stderr.index("Root Cause (first observed failure)") :]
     assert "rank      : 1 (local_rank: 1)" in summary
@@ -463,38 +419,16 @@ def test_memory_full_differs_from_kill(runner: Runner) -> None:
 FAILS = """
 import sys
 import torch, torchmn
-from torchmn.run import install_crash_handler
 comm = torchmn.create_communicator()
-if "handler" in sys.argv:
-    install_crash_handler(comm)
 model = torch.nn.Linear(4, 1)
 sgd = torch.optim.SGD(model.parameters(), 0.1)
 optimizer = torchmn.create_multi_node_optimizer(sgd, comm, model)
-
-def check(loss):
-    if sys.argv[1] == "all":
-        raise ValueError("the cause")
-    if comm.rank == 1:
-        sys.exit({"nan": "the loss is nan", "0": 0, "3": 3}[sys.argv[1]])
-
 for step in range(10):
-    loss = model(torch.ones(4, 4)).sum()
-    loss.backward()
+    model(torch.ones(4, 4)).sum().backward()
     optimizer.step()
-    if step == 5:
-        check(loss)
+    if step == 5 and comm.rank == 1:
+        sys.exit({"nan": "the loss is nan", "0": 0, "3": 3}[sys.argv[1]])
 """
-
-
-def test_an_error_of_all_ranks_is_not_quoted_again(runner: Runner) -> None:
-    done = runner.run("-n", "2", "--backend", "gloo", runner.script(FAILS), "all", limit_s=50)
-    assert done.returncode == 1
-    lines = done.stderr.splitlines()
-    assert [line[4:] for line in lines if "the cause" in line] == [
-        '    raise ValueError("the cause")',
-        "ValueError: the cause",
-    ]
-    assert "failed with exit code 1" in lines[-1]
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.all.processes.runner import PYTHON_PATH
+from tests.all.processes.runner import PYTHON_PATH, run
 from tests.json_schemas import checked
-from tests.limits import limit
 from tests.netlab import Lab, missing_requirement, netlab
 from tests.netlab.construction import INTERFACE, shape
 from torchmn.doctor.report import STATUS
@@ -55,16 +54,8 @@ def seen(found: dict[str, Any], check: str) -> list[tuple[list[str], str]]:
     ]
 
 
-def doctor(folder: Path, *options: str, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "torchmn", "doctor", *options],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": PYTHON_PATH, **env},
-        capture_output=True,
-        text=True,
-        timeout=limit(120),
-        check=False,
-    )
+def doctor(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    return run(sys.executable, "-m", "torchmn", "doctor", *options, cwd=folder, limit_s=120)
 
 
 def test_this_machine_alone(tmp_path: Path) -> None:

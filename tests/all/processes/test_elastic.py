@@ -25,7 +25,7 @@ import torchmn
 from tests.all.processes.runner import PYTHON_PATH
 from tests.limits import limit
 from tests.marks import ON_TEST_HOSTS
-from tests.netlab import Lab, netlab
+from tests.netlab import Lab
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
@@ -33,12 +33,6 @@ SCRIPT = Path(__file__).parent / "elastic_script.py"
 NUM_SAMPLES, GLOBAL_BATCH = 96, 12
 STEPS_OF_EPOCH = NUM_SAMPLES // GLOBAL_BATCH
 LIMIT_S = 120.0
-
-
-@pytest.fixture(scope="module")
-def lab() -> Iterator[Lab]:
-    with netlab(2, None) as made:
-        yield made
 
 
 @pytest.fixture(autouse=True)

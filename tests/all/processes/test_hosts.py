@@ -9,16 +9,22 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.all.processes.runner import AS_ROOT, PYTHON_PATH
+from tests.all.processes.runner import (
+    AS_ROOT,
+    PYTHON_PATH,
+    finish,
+    mpirun_python,
+    run,
+    wait_until,
+)
 from tests.limits import limit
 from tests.marks import ON_TEST_HOSTS
-from tests.netlab import Lab, netlab
+from tests.netlab import Lab
 from torchmn.run.backend import find_mpirun
 
 pytestmark = [*ON_TEST_HOSTS, pytest.mark.timeout(180)]
@@ -34,36 +40,19 @@ with open(f"{sys.argv[1]}/{comm.rank}.json", "w") as file:
 """
 
 
-@pytest.fixture(scope="module")
-def lab() -> Iterator[Lab]:
-    with netlab(2, None) as made:
-        yield made
-
-
-def environment(lab: Lab, **more: str) -> dict[str, str]:
-    """What a user has on the first host: torchmn, and a command that works like ssh."""
-    return {
-        **os.environ,
-        "PYTHONPATH": PYTHON_PATH,
-        "TORCHMN_RSH": str(lab.rsh_agent),
-        "OMP_NUM_THREADS": "1",
-        **more,
-    }
-
-
 def torchmn_run(
     lab: Lab, *words: object, cwd: Path, timeout_s: float = 120, **env: str
 ) -> subprocess.CompletedProcess[str]:
-    """`torchmn run` on the first host of the lab."""
+    """`torchmn run` on the first host of the lab, with a command that works like ssh."""
+    own = {"PYTHONPATH": PYTHON_PATH, "TORCHMN_RSH": str(lab.rsh_agent), "OMP_NUM_THREADS": "1"}
     process = lab.hosts[0].popen(
         [sys.executable, "-m", "torchmn", "run", "--log-dir", "logs", *map(str, words)],
-        env=environment(lab, **env),
+        env={**os.environ, **own, **env},
         cwd=cwd,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
-    out, err = process.communicate(timeout=limit(timeout_s))
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+    return finish(process, timeout_s)
 
 
 def places(folder: Path) -> list[list[object]]:
@@ -123,10 +112,7 @@ def failing(lab: Lab, *words: object, cwd: Path, **env: str) -> str:
     done = torchmn_run(lab, "--backend", "gloo", *words, cwd=cwd, **{"TORCHMN_MARK": mark, **env})
     assert done.returncode not in (0, None)
     assert time.monotonic() - started < limit(20)
-    deadline = time.monotonic() + limit(5)
-    while left := with_mark(mark):
-        assert time.monotonic() < deadline, left
-        time.sleep(0.1)
+    wait_until(lambda: not with_mark(mark), "processes are left", 5)
     assert "Traceback" not in done.stderr
     return done.stderr
 
@@ -204,24 +190,8 @@ def test_dry_run_starts_nothing_and_tells_no_secret(lab: Lab, tmp_path: Path) ->
 
 
 def test_inside_of_an_mpirun_it_is_the_rank_that_was_made(tmp_path: Path) -> None:
-    mpirun = find_mpirun(os.environ)
-    if mpirun is None:
-        pytest.skip(reason="no mpirun: install it with 'make setup'")
     (tmp_path / "place.py").write_text(PLACE)
-    env: Mapping[str, str] = {
-        **os.environ,
-        **AS_ROOT,
-        "OMPI_MCA_btl": "^ofi",
-        "PYTHONPATH": PYTHON_PATH,
-    }
-    command = [sys.executable, "-m", "torchmn", "run", "place.py", str(tmp_path)]
-    done = subprocess.run(
-        [mpirun, "-n", "2", "--map-by", ":OVERSUBSCRIBE", *command],
-        cwd=tmp_path,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=limit(100),
-    )
+    words = ("-m", "torchmn", "run", "place.py", tmp_path)
+    done = run(*mpirun_python(2), *words, cwd=tmp_path, limit_s=100, **AS_ROOT)
     assert done.returncode == 0, done.stderr
     assert [place[1:3] for place in places(tmp_path)] == [[0, 2], [1, 2]]

@@ -14,8 +14,14 @@ from typing import Any
 
 import pytest
 
-from tests.all.processes.runner import AS_ROOT, MARK, PYTHON_PATH, Runner, wait_until
-from tests.all.processes.test_crash import mpirun
+from tests.all.processes.runner import (
+    AS_ROOT,
+    PYTHON_PATH,
+    Runner,
+    finish,
+    mpirun_python,
+    wait_until,
+)
 from tests.json_schemas import checked
 from tests.limits import limit
 from tests.marks import ON_TEST_HOSTS
@@ -70,9 +76,7 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def inspect(runner: Runner, *words: str) -> subprocess.CompletedProcess[str]:
-    process = runner.start_python("-m", "torchmn", "inspect", *words)
-    out, err = process.communicate(timeout=limit(60))
-    return subprocess.CompletedProcess(words, process.returncode, out, err)
+    return finish(runner.start_python("-m", "torchmn", "inspect", *words), 60)
 
 
 def started(runner: Runner, *words: str, num_ranks: int = 2, **env: str) -> Any:
@@ -169,25 +173,12 @@ def test_an_elastic_job(runner: Runner) -> None:
     assert process.returncode == 0
 
 
-def torchrun() -> list[str]:
-    return [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node=3"]
-
-
-LAUNCHERS = {"mpirun": mpirun, "torchrun": torchrun}
-
-
 @contextmanager
 def started_by(launcher: str, runner: Runner, what: str) -> Iterator[tuple[Any, Path]]:
     """A job that torchmn did not start, and the folder in which its server can be asked."""
-    environment = {**os.environ, "PYTHONPATH": PYTHON_PATH, MARK: runner.mark, **AS_ROOT}
-    process = subprocess.Popen(
-        [*LAUNCHERS[launcher](), runner.script(SCRIPT), what],
-        cwd=runner.folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--standalone"]
+    command = mpirun_python(3) if launcher == "mpirun" else [*torchrun, "--nproc-per-node=3"]
+    process = runner.start_command(*command, runner.script(SCRIPT), what, **AS_ROOT)
     try:
         wait_for_ranks(runner.folder, 3)
         (folder,) = (runner.folder / "torchmn-logs").iterdir()
@@ -239,13 +230,9 @@ class TestOnTwoHosts:
         script = tmp_path / "script.py"
         script.write_text(f"import os\nrank = int(os.environ['RANK'])\n{SCRIPT}")
         with netlab(2, None) as lab:
-            environment = {
-                **os.environ,
-                "PYTHONPATH": PYTHON_PATH,
-                "TORCHMN_RSH": str(lab.rsh_agent),
-            }
+            own = {"PYTHONPATH": PYTHON_PATH, "TORCHMN_RSH": str(lab.rsh_agent)}
             options: dict[str, Any] = {
-                "env": environment,
+                "env": {**os.environ, **own},
                 "cwd": tmp_path,
                 "stdout": subprocess.PIPE,
                 "stderr": subprocess.PIPE,

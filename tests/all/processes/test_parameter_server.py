@@ -1,14 +1,11 @@
 """Processes that die, hang or leave: the others continue, or end with a message in time."""
 
-import os
 import re
 import subprocess
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
+from tests.all.processes.runner import Runner, finish
 from tests.limits import limit
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
@@ -22,17 +19,16 @@ from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.exchange.schedules import ParameterServer
 from torchmn.cluster import Topology
 
-rank, size, folder, event = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
-servers = "all" if sys.argv[5] == "all" else int(sys.argv[5])
-LIMIT_S = 4.0
+size, event, servers = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+servers = servers if servers == "all" else int(servers)
 torch.set_num_threads(1)
 
 
 def main():
-    store = FileStore(folder + "/store", size)
+    store = FileStore("store", size)
     transport = TorchDistributedTransport(store, rank, size, timeout_s=30)
     comm = torchmn.create_communicator(
-        "flat", transport=transport, topology=Topology.blocks([size]), timeout_s=LIMIT_S
+        "flat", transport=transport, topology=Topology.blocks([size]), timeout_s=limit(4)
     )
     model = torch.nn.Linear(30, 4)
     inner = torch.optim.SGD(model.parameters(), 0.01)
@@ -44,7 +40,7 @@ def main():
         optimizer.step()
         time.sleep(0.02)
         if step == 4 and rank == 1:
-            with open(folder + "/at", "w") as file:
+            with open("at", "w") as file:
                 file.write(str(time.time()))
             if event == "dies":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -61,7 +57,7 @@ def with_message():
     try:
         main()
     except Exception as error:
-        with open(folder + "/at") as file:
+        with open("at") as file:
             print("after", time.time() - float(file.read()))
         raise
 
@@ -69,53 +65,27 @@ torchmn.run_main(with_message)
 """
 
 
-class Job:
-    def __init__(self, tmp_path: Path, size: int, event: str, servers: int | str) -> None:
-        script = tmp_path / "script.py"
-        script.write_text(SCRIPT.replace("LIMIT_S = 4.0", f"LIMIT_S = {limit(4)}"))
-        env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONWARNINGS="default")
-        self.processes = [
-            subprocess.Popen(
-                [sys.executable, script, str(rank), str(size), str(tmp_path), event, str(servers)],
-                env=env,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(size)
-        ]
-
-    def outcome(self, rank: int) -> tuple[int, str, str]:
-        """Exit status, output, errors."""
-        out, err = self.processes[rank].communicate(timeout=limit(150))
-        return self.processes[rank].returncode, out, err
+def outcomes(
+    runner: Runner, size: int, event: str, servers: str
+) -> list[subprocess.CompletedProcess[str]]:
+    """How all ranks but rank 1 have ended."""
+    words = (runner.script(SCRIPT), str(size), event, servers)
+    env = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"}
+    first, faulty, *others = runner.start_ranks(size, *words, **env)
+    done = [finish(rank, 150) for rank in (first, *others)]
+    faulty.kill()
+    faulty.wait(limit(20))
+    return done
 
 
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[object]:
-    jobs: list[Job] = []
-
-    def make(size: int, event: str, servers: int | str) -> Job:
-        jobs.append(Job(tmp_path, size, event, servers))
-        return jobs[-1]
-
-    yield make
-    for process in jobs[0].processes:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
-
-
-def test_others_continue_without_a_worker_that_dies(start) -> None:
-    job = start(4, "dies", 1)
-    outcomes = {rank: job.outcome(rank) for rank in (0, 2, 3)}
-    for status, _, err in outcomes.values():
-        assert status == 0, err
-        assert "Traceback" not in err
-        assert err.count("rank 1 is lost. Training continues without it.") == 1
-    first = outcomes[0][1].splitlines()[0]
-    assert first.endswith("lost [1]")
-    assert all(out.splitlines()[0] == first for _, out, _ in outcomes.values())
+def test_others_continue_without_a_worker_that_dies(runner: Runner) -> None:
+    done = outcomes(runner, 4, "dies", "1")
+    for each in done:
+        assert each.returncode == 0, each.stderr
+        assert "Traceback" not in each.stderr
+        assert each.stderr.count("rank 1 is lost. Training continues without it.") == 1
+        assert each.stdout.splitlines()[0] == done[0].stdout.splitlines()[0]
+    assert done[0].stdout.splitlines()[0].endswith("lost [1]")
 
 
 @pytest.mark.parametrize(
@@ -126,12 +96,10 @@ def test_others_continue_without_a_worker_that_dies(start) -> None:
         ("hangs", f"(within|for) {limit(4):g} s"),
     ],
 )
-def test_all_end_with_a_message_where_they_cannot(start, event: str, message: str) -> None:
-    job = start(3, event, "all")
-    for rank in (0, 2):
-        status, out, err = job.outcome(rank)
-        assert status == 1, err
-        assert "Traceback" not in err
-        assert re.search(f"torchmn: .*({message})", err), err
+def test_all_end_with_a_message_where_they_cannot(runner: Runner, event: str, message: str) -> None:
+    for each in outcomes(runner, 3, event, "all"):
+        assert each.returncode == 1, each.stderr
+        assert "Traceback" not in each.stderr
+        assert re.search(f"torchmn: .*({message})", each.stderr), each.stderr
         # The limit, once for what it waits for and once for a message that may be under way.
-        assert float(out.split("after ")[1].split()[0]) < limit(9)
+        assert float(each.stdout.split("after ")[1].split()[0]) < limit(9)

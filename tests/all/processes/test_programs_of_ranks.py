@@ -1,15 +1,9 @@
 """What a rank starts is no rank: programs and children are told so, and launchers make new jobs."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 
-from tests.all.processes.runner import AS_ROOT, MARK, PYTHON_PATH, Runner
+from tests.all.processes.runner import AS_ROOT, Runner, finish, mpirun_python
 from tests.all.processes.test_run import lines_of
-from tests.limits import limit
-from torchmn.run.backend import find_mpirun
 
 pytestmark = pytest.mark.processes
 
@@ -69,19 +63,11 @@ def test_under_torchmn_run(runner: Runner, backend: str) -> None:
     check(lines_of(done.stdout, 1))
 
 
-def test_under_mpirun(runner: Runner, needs_mpi: None) -> None:
+def test_under_mpirun(runner: Runner) -> None:
     (runner.folder / "evaluate.py").write_text(EVALUATE)
     (runner.folder / "script.py").write_text(TRAIN)
-    own = {"PYTHONPATH": PYTHON_PATH, "PYTHONHASHSEED": "random", "OMPI_MCA_btl": "^ofi"}
-    mpirun = [str(find_mpirun(os.environ)), "-n", "2", "--oversubscribe", "--bind-to", "none"]
-    done = subprocess.run(
-        [*mpirun, sys.executable, "script.py"],
-        cwd=runner.folder,
-        env={**os.environ, **AS_ROOT, **own, MARK: runner.mark},
-        capture_output=True,
-        text=True,
-        timeout=limit(90),
-    )
+    own = {**AS_ROOT, "PYTHONHASHSEED": "random"}
+    done = runner.run_command(*mpirun_python(2), "script.py", limit_s=90, **own)
     assert done.returncode == 0, done.stderr
     check(done.stdout.splitlines())
     assert done.stderr.count("The ranks hash strings differently") == 1
@@ -93,8 +79,7 @@ def test_other_launchers_do_not_make_ranks_hash_alike(
 ) -> None:
     (runner.folder / "evaluate.py").write_text(EVALUATE)
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    process = runner.start_python(*torchrun, "evaluate.py", PYTHONHASHSEED=seed)
-    out, err = process.communicate(timeout=limit(60))
-    assert process.returncode == 0, err
-    assert sorted(out.splitlines()) == ["0 2", "1 2"]
-    assert err.count("The ranks hash strings differently") == number
+    done = finish(runner.start_python(*torchrun, "evaluate.py", PYTHONHASHSEED=seed), 60)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["0 2", "1 2"]
+    assert done.stderr.count("The ranks hash strings differently") == number

@@ -9,14 +9,19 @@ import pytest
 import torch
 
 from tests.all.processes.runner import Runner
-from tests.all.processes.scattered_script import BATCH_SIZE, NUM_SAMPLES, NUM_STEPS, one_process
+from tests.all.processes.scattered_script import (
+    BATCH_SIZE,
+    NUM_SAMPLES,
+    NUM_STEPS,
+    STOP_AFTER,
+    one_process,
+)
 from tests.limits import limit
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
 SCRIPT = str(Path(__file__).with_name("scattered_script.py"))
 STEPS_OF_A_PASS = -(-NUM_SAMPLES // BATCH_SIZE)
-STOP_AFTER = 7  # steps: in the middle of the second pass
 
 
 def start(runner: Runner, num_ranks: int, num_workers: int, step_s: float) -> subprocess.Popen[str]:

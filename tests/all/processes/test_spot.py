@@ -8,7 +8,6 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,19 +23,13 @@ from tests.all.processes.test_elastic import (
 )
 from tests.limits import limit
 from tests.marks import ON_TEST_HOSTS
-from tests.netlab import Host, Lab, netlab
+from tests.netlab import Host, Lab
 
 __all__ = ["_ends_runs"]
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 SECRET = "a secret that only the hosts know"
 PORT, METADATA_PORT = 29400, 8169
-
-
-@pytest.fixture(scope="module")
-def lab() -> Iterator[Lab]:
-    with netlab(2, None) as made:
-        yield made
 
 
 def begin(lab: Lab, host: Host, folder: Path, *words: object, secret: str = SECRET) -> Run:
@@ -211,24 +204,34 @@ def test_a_file_ends_a_job(runner: Runner) -> None:
     assert "the file is there already" in done.stderr
 
 
-def test_a_script_without_preemption_is_left_alone(runner: Runner) -> None:
-    """It is told nothing, since nothing in it would save."""
-    script = runner.script('import time; print("begins", flush=True); time.sleep(2); print("ends")')
-    process = runner.start("-n", "1", "--backend", "gloo", "--preemption", "stop", script)
+ENDS_AFTER_A_FILE = """
+import pathlib, time
+print("begins", flush=True)
+while not pathlib.Path("go").exists():
+    time.sleep(0.01)
+print("ends")
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [("stop", "will be preempted"), ("gcp=http://127.0.0.1:1", "does not answer")],
+    ids=["a file", "a cloud that is not there"],
+)
+def test_a_script_without_preemption_is_left_alone(
+    runner: Runner, source: str, message: str
+) -> None:
+    """It is told nothing, since nothing in it would save; the launcher says so once."""
+    script = runner.script(ENDS_AFTER_A_FILE)
+    process = runner.start("-n", "2", "--backend", "gloo", "--preemption", source, script)
     assert process.stdout is not None
+    assert process.stderr is not None
     assert process.stdout.readline()
-    (runner.folder / "stop").touch()
+    if source == "stop":
+        (runner.folder / source).touch()
+    said = next(line for line in process.stderr if message in line)
+    (runner.folder / "go").touch()
     out, err = process.communicate(timeout=limit(60))
     assert process.returncode == 0, err
-    assert "ends" in out
-    assert "will be preempted" in err
-
-
-def test_the_address_of_a_cloud_that_is_not_there(runner: Runner) -> None:
-    script = runner.script('import time; time.sleep(0.5); print("ends")')
-    done = runner.run(
-        "-n", "2", "--backend", "gloo", "--preemption", "gcp=http://127.0.0.1:1", script
-    )
-    assert done.returncode == 0
-    assert done.stdout.count("ends") == 2
-    assert done.stderr.count("does not answer") == 1
+    assert out.count("ends") == 2
+    assert (said + err).count(message) == 1

@@ -4,15 +4,12 @@ import os
 import re
 import signal
 import subprocess
-import sys
 
 import psutil
 import pytest
 
-from tests.all.processes.conftest import skip_without_mpi
-from tests.all.processes.runner import AS_ROOT, Runner
+from tests.all.processes.runner import AS_ROOT, Runner, mpirun_python
 from tests.limits import limit
-from torchmn.run.backend import find_mpirun
 
 pytestmark = pytest.mark.processes
 
@@ -66,8 +63,8 @@ def test_a_rank_that_calls_no_collective(runner: Runner, backend: str) -> None:
     assert f"rank 1 on {HOST} does not continue: its process {script.pid} is stopped by" in summary
 
 
+@pytest.mark.usefixtures("needs_mpi")
 def test_a_launcher(runner: Runner) -> None:
-    skip_without_mpi()
     process = begin(runner, "--backend", "mpi", "--launcher", "mpirun")
     (child,) = [p for p in psutil.Process(process.pid).children() if p.status() != "zombie"]
     child.suspend()
@@ -77,15 +74,8 @@ def test_a_launcher(runner: Runner) -> None:
 
 def test_a_host_of_an_elastic_job(runner: Runner) -> None:
     """The job continues without the host, if there are others; here there are none."""
-    process = begin(
-        runner,
-        "--backend",
-        "gloo",
-        "--elastic",
-        "1:1:60",
-        "--max-restarts",
-        "0",
-    )
+    words = ("--elastic", "1:1:60", "--max-restarts", "0")
+    process = begin(runner, "--backend", "gloo", *words)
     (stopped,) = runner.processes("torchmn.run.elastic.host_main")
     stopped.suspend()
     assert process.stderr is not None
@@ -109,13 +99,7 @@ time.sleep(600)
 
 def start_under_mpirun(runner: Runner, script: str, **env: str) -> subprocess.Popen[str]:
     """Two ranks, without torchmn run."""
-    skip_without_mpi()
-    mpirun = find_mpirun(os.environ)
-    assert mpirun
-    words = ["mpirun", "--oversubscribe", "-n", "2", sys.executable, runner.script(script)]
-    return runner.start_python(
-        *("-c", f"import os\nos.execv({mpirun!r}, {words!r})"), **AS_ROOT, **env
-    )
+    return runner.start_command(*mpirun_python(2), runner.script(script), **AS_ROOT, **env)
 
 
 @pytest.mark.parametrize("module", ["server", "rank_monitor", "script"])

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 import torchmn
-from tests.all.processes.runner import PYTHON_PATH
-from tests.limits import limit
+from tests.all.processes.runner import PYTHON_PATH, run
 
 pytestmark = pytest.mark.processes
 
@@ -67,15 +66,8 @@ def program(path: Path, text: str) -> None:
 
 def submit(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
     env = {"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "HOME": str(folder), "ONLY_AT_LOGIN": "1"}
-    return subprocess.run(
-        [sys.executable, "-m", "torchmn", "submit", "--scheduler", "pbs", *args],
-        cwd=folder,
-        env={**env, "PYTHONPATH": PYTHON_PATH},
-        capture_output=True,
-        text=True,
-        timeout=limit(90),
-        check=False,
-    )
+    command = (sys.executable, "-m", "torchmn", "submit", "--scheduler", "pbs", *args)
+    return run(*command, cwd=folder, limit_s=90, **env)
 
 
 def test_a_job_saves_continues_in_a_second_one_and_its_exit_status_is_ours(tmp_path: Path) -> None:

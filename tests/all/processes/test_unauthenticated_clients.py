@@ -19,7 +19,7 @@ import pytest
 from tests.all.processes.runner import PYTHON_PATH, wait_until
 from tests.all.processes.test_hosts import need_mpirun, torchmn_run
 from tests.limits import limit
-from tests.netlab import Lab, missing_requirement, netlab
+from tests.netlab import Lab
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 
@@ -159,14 +159,6 @@ def test_the_secret_is_in_no_command_line_and_no_file(start: Callable[..., Job])
         assert found == []
         assert set(listening) == {"127.0.0.1"}
         raise_if_disclosed(secret, job.folder, out, err)
-
-
-@pytest.fixture(scope="module")
-def lab() -> Iterator[Lab]:
-    if missing_requirement():
-        pytest.skip(reason=f"no test hosts: {missing_requirement()}")
-    with netlab(2, None) as made:
-        yield made
 
 
 @pytest.mark.root

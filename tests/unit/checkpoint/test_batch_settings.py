@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchmn
-from tests.unit.checkpoint.training import checkpointer_of, on_ranks, saved, with_warnings
+from tests.unit.checkpoint.training import on_ranks, saved, with_warnings
 from tests.unit.models import fill
 from torchmn.checkpoint.storage import FolderStorage
 from torchmn.checkpoint.writer import read_manifest
@@ -60,10 +60,8 @@ class Training:
 def save(path: Path, num_ranks: int, make: Make, *, scales: bool = False) -> None:
     def rank_main(comm: torchmn.Communicator) -> None:
         training = Training(comm, make, scales=scales)
-        checkpointer = checkpointer_of(comm, path)
         training.step()
-        checkpointer.save(1, training.state)
-        checkpointer.finish()
+        saved(comm, path, 1, training.state)
 
     on_ranks(rank_main, num_ranks)
 

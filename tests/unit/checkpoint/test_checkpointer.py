@@ -2,7 +2,6 @@
 
 import shutil
 import threading
-import time
 from collections import OrderedDict
 from contextlib import nullcontext
 from pathlib import Path
@@ -293,22 +292,20 @@ def test_what_training_changes_meanwhile_is_not_saved(tmp_path: Path) -> None:
 
 
 def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
-    def rank_main(comm: torchmn.Communicator) -> tuple[float, str]:
+    def rank_main(comm: torchmn.Communicator) -> str:
         holder = Holder(1)
         checkpointer = checkpointer_of(comm, tmp_path)
         may_write = paused(checkpointer)
         checkpointer.save(1, {"it": holder})
         opener = threading.Timer(0.3, may_write.set)
         opener.start()
-        begin_s = time.monotonic()
         checkpointer.save(2, {"it": holder})
-        waited_s = time.monotonic() - begin_s
+        assert may_write.is_set(), "the second save did not wait"
         checkpointer.finish()
         opener.join()
-        return waited_s, checkpointer.get_stats()
+        return checkpointer.get_stats()
 
-    for waited_s, stats in on_ranks(rank_main, 2):
-        assert waited_s > 0.2
+    for stats in on_ranks(rank_main, 2):
         assert stats.startswith("Snapshot duration stats (sec): avg=")
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
 

@@ -55,9 +55,9 @@ def other_job(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heartbeats in tenths of a second."""
+    """Heartbeats in tenths of a second; on a busy machine an owner is silent for longer."""
     monkeypatch.setattr(folder_owner, "PERIOD_S", 0.05)
-    monkeypatch.setattr(folder_owner, "STALE_S", 0.4)
+    monkeypatch.setattr(folder_owner, "STALE_S", limit(0.4))
     monkeypatch.setattr(folder_owner, "_PAUSE_S", 0.05)
 
 
@@ -139,7 +139,7 @@ def test_owner_on_another_host_without_a_sign_of_life(tmp_path: Path) -> None:
         create(tmp_path)
     texts = [str(each.message) for each in warned]
     assert "was left in the name of Slurm job 12, process" in texts[0]
-    assert "has shown no sign of life for 0.4 s" in texts[1]
+    assert f"has shown no sign of life for {limit(0.4):g} s" in texts[1]
 
 
 @pytest.mark.usefixtures("soon")

@@ -40,11 +40,9 @@ class Shards(Holder):
 
 def save(path: Path, num_ranks: int) -> None:
     def rank_main(comm: torchmn.Communicator) -> None:
-        checkpointer = checkpointer_of(comm, path)
         part = torch.arange(12).tensor_split(comm.size)[comm.rank]
         state = {"shards": Shards({"part": part, "from": 0}), "plain": Holder([comm.rank])}
-        checkpointer.save(4, state)
-        checkpointer.finish()
+        saved(comm, path, 4, state)
 
     on_ranks(rank_main, num_ranks)
 
@@ -132,33 +130,26 @@ def test_a_training_continues_with_another_number_of_workers(
 # ---- what cannot be continued ----
 
 
-def sgd(model: torch.nn.Module, comm: torchmn.Communicator) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+PLAIN = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9),
+    "Adam": lambda parameters: torch.optim.Adam(parameters, 0.1),
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, 0.1),
+}
 
 
-def multi_node_sgd(model: torch.nn.Module, comm: torchmn.Communicator) -> torch.optim.Optimizer:
-    return torchmn.create_multi_node_optimizer(sgd(model, comm), comm, model)
+def optimizer_of(name: str, model: torch.nn.Module, comm: torchmn.Communicator) -> Any:
+    """A plain optimizer, or with "multi-node " before its name one that is wrapped."""
+    inner = PLAIN[name.removeprefix("multi-node ")](model.parameters())
+    is_plain = name in PLAIN
+    return inner if is_plain else torchmn.create_multi_node_optimizer(inner, comm, model)
 
 
-def adam(model: torch.nn.Module, comm: torchmn.Communicator) -> torch.optim.Optimizer:
-    return torch.optim.Adam(model.parameters(), 0.1)
-
-
-def multi_node_adam(model: torch.nn.Module, comm: torchmn.Communicator) -> torch.optim.Optimizer:
-    return torchmn.create_multi_node_optimizer(adam(model, comm), comm, model)
-
-
-def multi_node_adamw(model: torch.nn.Module, comm: torchmn.Communicator) -> torch.optim.Optimizer:
-    inner = torch.optim.AdamW(model.parameters(), 0.1)
-    return torchmn.create_multi_node_optimizer(inner, comm, model)
-
-
-def one_step(path: Path, create: Any, num_ranks: int) -> list[Any]:
+def one_step(path: Path, name: str, num_ranks: int) -> list[Any]:
     """Resume, take a step, save: the step it resumed at, or the error, and the model's values."""
 
     def rank_main(comm: torchmn.Communicator) -> Any:
         model = torch.nn.Linear(3, 2)
-        state = {"model": model, "optimizer": create(model, comm)}
+        state = {"model": model, "optimizer": optimizer_of(name, model, comm)}
         before = [p.detach().clone() for p in model.parameters()]
         checkpointer = checkpointer_of(comm, path)
         try:
@@ -179,31 +170,32 @@ def one_step(path: Path, create: Any, num_ranks: int) -> list[Any]:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize(
-    ("before", "after"), [(sgd, adam), (multi_node_sgd, multi_node_adam), (multi_node_adam, sgd)]
+    ("before", "after"),
+    [("SGD", "Adam"), ("multi-node SGD", "multi-node Adam"), ("multi-node Adam", "SGD")],
 )
 def test_another_class_of_optimizer(
-    tmp_path: Path, before: Any, after: Any, num_ranks: int
+    tmp_path: Path, before: str, after: str, num_ranks: int
 ) -> None:
     """One message instead of a KeyError in the first step, and nothing is loaded."""
     assert one_step(tmp_path, before, 1) == [0]
-    names = ["SGD", "Adam"] if before is not multi_node_adam else ["Adam", "SGD"]
+    first, second = (name.removeprefix("multi-node ") for name in (before, after))
     for text, is_unchanged in one_step(tmp_path, after, num_ranks):
-        assert f"saved by {names[0]} and cannot be loaded by {names[1]}" in text
-        assert ("betas" if names[1] == "Adam" else "momentum") in text
+        assert f"saved by {first} and cannot be loaded by {second}" in text
+        assert ("betas" if second == "Adam" else "momentum") in text
         assert is_unchanged
 
 
 def test_optimizers_with_the_same_options(tmp_path: Path) -> None:
-    assert one_step(tmp_path, multi_node_adam, 2) == [0, 0]
-    assert one_step(tmp_path, multi_node_adamw, 2) == [1, 1]
+    assert one_step(tmp_path, "multi-node Adam", 2) == [0, 0]
+    assert one_step(tmp_path, "multi-node AdamW", 2) == [1, 1]
 
 
 def test_optimizer_of_another_class_without_a_checkpointer(tmp_path: Path) -> None:
     def rank_main(comm: torchmn.Communicator) -> None:
         model = torch.nn.Linear(3, 2)
-        saved = multi_node_sgd(model, comm).state_dict()
+        state = optimizer_of("multi-node SGD", model, comm).state_dict()
         with pytest.raises(UsageError, match="saved by SGD and cannot be loaded by Adam"):
-            multi_node_adam(model, comm).load_state_dict(saved)
+            optimizer_of("multi-node Adam", model, comm).load_state_dict(state)
 
     on_ranks(rank_main, 1)
 

@@ -91,6 +91,11 @@ class Agents:
         self.peers[rank] = Channel(theirs)
         return self.session.admit(Channel(ours), hello(rank, versions, host))
 
+    def connect_all(self) -> "Agents":
+        for rank in range(2):
+            self.connect(rank)
+        return self
+
     def send(self, rank: int, message: Message) -> None:
         self.peers[rank].post(message)
         self.session.receive(self.session.connections[rank])
@@ -170,9 +175,7 @@ def test_different_versions_are_a_problem(make: Callable[..., Agents]) -> None:
 
 
 def test_binding_is_written(make: Callable[..., Agents]) -> None:
-    agents = make()
-    agents.connect(0)
-    agents.connect(1)
+    agents = make().connect_all()
     agents.send(1, ScriptStarted(pid=0, cores=[2, 3], num_threads=2))
     written = (agents.session.log_dir / "binding.txt").read_text()
     assert written == "rank 1 on n1: cores 2, 3, 2 threads\n"
@@ -202,9 +205,7 @@ def test_a_rank_that_we_disconnect_has_not_failed(make: Callable[..., Agents]) -
 def test_what_failed_is_shown_again_if_it_is_not_what_was_shown_last(
     make: Callable[..., Agents],
 ) -> None:
-    agents = make()
-    agents.connect(0)
-    agents.connect(1)
+    agents = make().connect_all()
     session = agents.session
 
     def write(rank: int, stream: str, *lines: str) -> None:
@@ -244,8 +245,7 @@ def failure(rank: int, *, is_shown: bool = False, error: str = "") -> Failed:
 
 def report(agents: Agents, *messages: Message) -> tuple[str, str]:
     """What is shown after these messages of ranks 0, 1, ... and the report in the file."""
-    for rank in range(2):
-        agents.connect(rank)
+    agents.connect_all()
     for rank, message in enumerate(messages):
         agents.send(rank, message)
         agents.send(rank, Exit(returncode=1, ended_at=2.0, ended_by="itself", note=""))
@@ -302,9 +302,7 @@ def test_the_text_of_sys_exit_is_shown_once(make: Callable[..., Agents]) -> None
 
 def test_an_error_is_shown_though_the_result_is_another(make: Callable[..., Agents]) -> None:
     """A hang that was found first, or a launcher that ended all."""
-    agents = make()
-    agents.connect(0)
-    agents.connect(1)
+    agents = make().connect_all()
     agents.send(1, failure(1))
     agents.session.show_error(JobResult(exit_code=1, summary="mpirun ended"))
     assert "[1] RankMismatchError: rank 1 of 2" in agents.err.getvalue()

@@ -1,4 +1,5 @@
 import signal
+from typing import Any
 
 import pytest
 
@@ -19,24 +20,12 @@ VERSIONS = {"torch": "2.13"}
 class Play:
     """RendezvousState, a clock, and what was posted to whom."""
 
-    def __init__(
-        self,
-        *hosts: str,
-        min_hosts: int = 1,
-        max_hosts: int = 0,
-        is_open: bool = False,
-        is_fixed: bool = False,
-        **more: float,
-    ) -> None:
-        limits = Limits(
-            min_hosts=min_hosts,
-            max_hosts=max_hosts or len(hosts),
-            max_restarts=int(more.pop("max_restarts", 3)),
-            join_timeout_s=more.pop("join_timeout_s", 60.0),
-            is_fixed=is_fixed,
-        )
+    def __init__(self, *hosts: str, is_open: bool = False, **limits: Any) -> None:
+        plain = {"min_hosts": 1, "max_hosts": len(hosts), "max_restarts": 3, "join_timeout_s": 60.0}
         self.now = 0.0
-        self.rounds = RendezvousState(hosts, limits, now=0.0, own_node_rank=0 if is_open else None)
+        self.rounds = RendezvousState(
+            hosts, Limits(**{**plain, **limits}), now=0.0, own_node_rank=0 if is_open else None
+        )
 
     def come(self, *hosts: str, versions: dict[str, str] = VERSIONS, **more: object) -> str:
         """They connect and are ready; the problem of the last one."""
@@ -52,8 +41,14 @@ class Play:
         """As `come`, of hosts that the launcher has not started."""
         return self.come(*hosts, joins=True, node_rank=node_rank)
 
-    def arrive(self, host: str) -> None:
-        self.rounds.on_host_ready(host, self.now)
+    def arrive(self, *hosts: str) -> None:
+        for host in hosts:
+            self.rounds.on_host_ready(host, self.now)
+
+    def wait(self, until_s: float) -> list[str]:
+        """Nothing happens up to then; the hosts that are given up."""
+        self.now = until_s
+        return self.rounds.tick(until_s)
 
     def lose(self, host: str) -> None:
         self.rounds.on_host_lost(host, "gone", self.now)
@@ -88,6 +83,14 @@ def names(found: Round | None) -> list[object]:
     return [member.host for member in found.members]
 
 
+def began(*hosts: str, **limits: Any) -> Play:
+    """All hosts have come, and a round runs."""
+    play = Play(*hosts, **limits)
+    play.come(*hosts)
+    assert names(play.round()) == [*hosts]
+    return play
+
+
 def test_starts_when_all_hosts_are_there_in_the_order_of_the_list() -> None:
     play = Play("a", "b", "c")
     play.come("c", "a")
@@ -106,26 +109,21 @@ def test_does_not_wait_for_a_host_that_cannot_be_reached() -> None:
 def test_starts_with_fewer_when_the_time_to_join_is_over() -> None:
     play = Play("a", "b", "c", min_hosts=2)
     play.come("a", "b")
-    play.now = 61.0
-    play.rounds.tick(play.now)
+    play.wait(61.0)
     assert names(play.round()) == ["a", "b"]
 
 
 def test_too_few_hosts_end_the_job_with_their_names_and_the_limit() -> None:
     play = Play("a", "b", "c", min_hosts=2)
     play.come("a")
-    play.now = 61.0
-    play.rounds.tick(play.now)
-    text = play.over()
-    assert text is not None
+    play.wait(61.0)
+    text = str(play.over())
     assert "1 host joined (a) within" in text
     assert "--elastic MIN:MAX:SECONDS" in text
 
 
 def test_a_failed_worker_restarts_all_and_counts() -> None:
-    play = Play("a", "b", max_restarts=1)
-    play.come("a", "b")
-    play.forget()
+    play = began("a", "b", max_restarts=1)
     play.arrive("a")  # its agent comes back by itself: a worker has failed
     assert play.posted("b", Restart)
     play.arrive("b")
@@ -133,16 +131,13 @@ def test_a_failed_worker_restarts_all_and_counts() -> None:
     assert names(found) == ["a", "b"]
     assert found is not None
     assert (found.number, found.num_restarts) == (2, 1)
-    play.arrive("b")
-    play.arrive("a")
+    play.arrive("b", "a")
     assert play.over() == "a rank on b failed, and all 1 restarts are used up"
 
 
 def test_a_lost_host_does_not_count_though_workers_fail_of_it() -> None:
-    play = Play("a", "b", max_restarts=0)
-    play.come("a", "b")
+    play = began("a", "b", max_restarts=0)
     play.arrive("a")  # its workers fail first, since b's do not answer
-    assert play.round() is not None  # the first one
     assert play.over() is None
     play.lose("b")  # seconds later
     found = play.round()
@@ -152,8 +147,7 @@ def test_a_lost_host_does_not_count_though_workers_fail_of_it() -> None:
 
 
 def test_waits_until_all_workers_of_the_old_round_have_stopped() -> None:
-    play = Play("a", "b", "c")
-    play.come("a", "b", "c")
+    play = began("a", "b", "c")
     play.lose("c")
     play.forget()
     play.arrive("a")
@@ -163,18 +157,15 @@ def test_waits_until_all_workers_of_the_old_round_have_stopped() -> None:
 
 
 def test_a_host_whose_workers_do_not_stop_is_given_up() -> None:
-    play = Play("a", "b")
-    play.come("a", "b")
+    play = began("a", "b")
     play.arrive("a")
     play.forget()
-    play.now = 36.0
-    assert play.rounds.tick(play.now) == ["b"]
+    assert play.wait(36.0) == ["b"]
     assert names(play.round()) == ["a"]
 
 
 def test_a_host_that_comes_back_waits_for_an_announcement() -> None:
-    play = Play("a", "b")
-    play.come("a", "b")
+    play = began("a", "b")
     play.lose("b")
     play.arrive("a")
     assert names(play.round()) == ["a"]
@@ -200,8 +191,7 @@ def test_a_waiting_host_replaces_one_that_was_lost() -> None:
 
 
 def test_ends_when_all_have_finished() -> None:
-    play = Play("a", "b")
-    play.come("a", "b")
+    play = began("a", "b")
     play.rounds.on_host_finished("a")
     assert play.over() is None
     play.rounds.on_host_finished("b")
@@ -210,8 +200,7 @@ def test_ends_when_all_have_finished() -> None:
 
 
 def test_who_has_finished_works_again_if_another_fails() -> None:
-    play = Play("a", "b")
-    play.come("a", "b")
+    play = began("a", "b")
     play.rounds.on_host_finished("a")
     play.arrive("b")
     assert play.posted("a", Restart)
@@ -221,9 +210,7 @@ def test_who_has_finished_works_again_if_another_fails() -> None:
 
 def test_who_finishes_when_it_is_to_stop_is_waited_for() -> None:
     """Its message has met the request to stop on the way."""
-    play = Play("a", "b", "c")
-    play.come("a", "b", "c")
-    play.forget()
+    play = began("a", "b", "c")
     play.arrive("b")
     play.rounds.on_host_finished("a")
     play.arrive("c")
@@ -233,8 +220,7 @@ def test_who_finishes_when_it_is_to_stop_is_waited_for() -> None:
 
 
 def test_a_host_lost_after_it_has_finished_is_not_missed() -> None:
-    play = Play("a", "b")
-    play.come("a", "b")
+    play = began("a", "b")
     play.rounds.on_host_finished("a")
     play.lose("a")
     play.rounds.on_host_finished("b")
@@ -250,8 +236,7 @@ def test_unauthenticated_clients_and_other_versions_are_sent_away() -> None:
 
 
 def test_a_signal_reaches_all_hosts() -> None:
-    play = Play("a", "b")
-    play.come("a", "b")
+    play = began("a", "b")
     play.rounds.stop(signal.SIGINT)
     posts = play.rounds.drain_messages()
     assert ("a", Shutdown(signum=signal.SIGINT, text="")) in posts
@@ -286,8 +271,7 @@ def test_hosts_that_know_the_secret_join_an_open_job() -> None:
     play.rounds.on_checkpoint_saved(5, play.now)
     assert play.round() is None  # there is no room
     play.lose("x")
-    play.arrive("a")
-    play.arrive("b")
+    play.arrive("a", "b")
     assert names(play.round()) == ["a", "b", "c"]
 
 
@@ -295,11 +279,9 @@ def test_an_open_job_begins_some_seconds_after_the_last_host() -> None:
     play = Play("a", max_hosts=3, is_open=True)
     play.come("a")
     play.join("b")
-    play.now = 4.9
-    play.rounds.tick(play.now)
+    play.wait(4.9)
     assert play.round() is None
-    play.now = 5.1
-    play.rounds.tick(play.now)
+    play.wait(5.1)
     assert names(play.round()) == ["a", "b"]
 
 
@@ -327,8 +309,7 @@ def test_a_host_that_leaves_is_in_no_further_round() -> None:
     play.rounds.on_host_leaving("b", "AWS takes it")
     assert play.rounds.will_continue
     assert play.decided(UserMessage) == UserMessage(text="b leaves: AWS takes it.")
-    play.arrive("a")
-    play.arrive("b")
+    play.arrive("a", "b")
     messages, decisions = play.rounds.drain_messages(), play.rounds.drain_decisions()
     assert ("b", Shutdown(signum=signal.SIGTERM, text="")) in messages
     (found,) = [each for each in decisions if isinstance(each, Round)]
@@ -357,8 +338,7 @@ def test_a_host_that_leaves_before_its_ranks_have_saved() -> None:
 def test_a_host_that_cannot_run_the_job_disturbs_nobody() -> None:
     play = Play("a", max_hosts=2, is_open=True)
     play.come("a")
-    play.now = 6.0
-    play.rounds.tick(play.now)
+    play.wait(6.0)
     assert names(play.round()) == ["a"]
     member = HostHello(host="b", slots=2, versions=VERSIONS, joins=True)
     assert play.rounds.on_host_joined(member) == ""
@@ -411,15 +391,12 @@ def test_a_host_that_leaves_a_fixed_number_ends_the_job() -> None:
 
 def test_restarts_of_a_fixed_number_of_hosts() -> None:
     play = fixed(max_restarts=1)
-    play.arrive("a")
-    play.arrive("b")
+    play.arrive("a", "b")
     assert names(play.round()) == ["a", "b"]
-    play.arrive("b")
-    play.arrive("a")
+    play.arrive("b", "a")
     assert play.over() == "a rank failed, and all 1 restarts are used up"
     play = fixed(max_restarts=0)
-    play.arrive("b")
-    play.arrive("a")
+    play.arrive("b", "a")
     assert play.over() == "a rank failed"
 
 
@@ -430,8 +407,5 @@ def test_missing_hosts_of_a_fixed_number_are_named() -> None:
     assert "a has --node-rank 0" in play.join("d", node_rank=0)
     assert "less than --nnodes 3" in play.join("d", node_rank=3)
     play.forget()
-    play.now = 61.0
-    play.rounds.tick(play.now)
-    text = play.over()
-    assert text is not None
-    assert "2 of 3 hosts joined (a, c) within 60 s; --node-rank 1 did not." in text
+    play.wait(61.0)
+    assert "2 of 3 hosts joined (a, c) within 60 s; --node-rank 1 did not." in str(play.over())

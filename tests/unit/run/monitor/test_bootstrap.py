@@ -68,6 +68,17 @@ def run(
     return done, messages
 
 
+def plain(command: list[str], folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": SOURCES, **env},
+        capture_output=True,
+        text=True,
+        timeout=limit(50),
+    )
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
     package = tmp_path / "package" / "inner"
@@ -97,17 +108,10 @@ def test_a_script_sees_what_plain_python_shows_it(
     if safe_path and (words[0] == "-m" or sys.version_info < (3, 11)):
         pytest.skip(reason="the folder is not in sys.path, or the variable is unknown")
     command = [sys.executable, *words]
-    plain = subprocess.run(
-        command,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": SOURCES, "PYTHONSAFEPATH": safe_path},
-        capture_output=True,
-        text=True,
-        timeout=limit(50),
-    )
-    assert plain.returncode == 0, plain.stderr
+    alone = plain(command, folder, PYTHONSAFEPATH=safe_path)
+    assert alone.returncode == 0, alone.stderr
     monitored, messages = run(with_bootstrap(command), folder, PYTHONSAFEPATH=safe_path)
-    assert (monitored.stdout, monitored.stderr) == (plain.stdout, plain.stderr)
+    assert (monitored.stdout, monitored.stderr) == (alone.stdout, alone.stderr)
     assert messages == [Leaving(status=0)]
 
 
@@ -134,13 +138,13 @@ def test_a_script_ends_as_under_plain_python(
 ) -> None:
     (tmp_path / "script.py").write_text(text)
     command = [sys.executable, "script.py"]
-    plain = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=limit(50))
+    alone = plain(command, tmp_path)
     monitored, messages = run(with_bootstrap(command), tmp_path)
     left = [m.whole for m in messages if isinstance(m, Failed) and not m.is_shown]
     left += [m.text for m in messages if isinstance(m, Leaving) and m.text]
     shown = monitored.stderr + "".join(f"{text}\n" for text in left)  # by the launcher
-    assert (monitored.stdout, shown) == (plain.stdout, plain.stderr)
-    assert monitored.returncode == plain.returncode
+    assert (monitored.stdout, shown) == (alone.stdout, alone.stderr)
+    assert monitored.returncode == alone.returncode
     assert sum(isinstance(message, Failed) for message in messages) == num_failures
     assert [m.status for m in messages if isinstance(m, Leaving)] == statuses
 
