@@ -17,6 +17,7 @@ from tests.contracts.suites.schedule_contracts import (
 )
 from tests.limits import limit
 from tests.mpi_pool import MpiPool
+from tests.ranks import on_ranks
 from torchmn.cluster import Topology
 from torchmn.comm.codecs import CODECS
 from torchmn.comm.create import ROUTES
@@ -128,9 +129,7 @@ def test_every_schedule_declares_what_holds(schedule: str) -> None:
     assert SCHEDULES[schedule]().traits.replica_consistency in SCHEDULE_CONTRACTS
 
 
-def test_the_broken_ones_by_blocks_begin_with_one_that_is_right() -> None:
-    def rank_main(comm):
-        for contract in SCHEDULE_CONTRACTS["per_block"]:
-            contract(comm, broken.SmallBlocks, None)
-
-    run_ranks(rank_main, 3)
+@on_ranks(3)
+def test_the_broken_ones_by_blocks_begin_with_one_that_is_right(comm) -> None:
+    for contract in SCHEDULE_CONTRACTS["per_block"]:
+        contract(comm, broken.SmallBlocks, None)

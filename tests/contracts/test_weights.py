@@ -17,6 +17,7 @@ from tests.contracts.suites.weight_contracts import (
     check_weighted_join,
     check_weighted_means,
 )
+from tests.ranks import on_ranks
 from torchmn.cluster import Topology
 from torchmn.comm.codecs import CODECS
 from torchmn.exchange.optimizer.create import SCHEDULES
@@ -107,12 +108,10 @@ CAUGHT_BY = [
     CAUGHT_BY,
     ids=[f"{wrong.__name__}-{contract.__name__}" for wrong, contract, _, _ in CAUGHT_BY],
 )
-def test_is_caught(wrong: type, contract, schedule: type, codec) -> None:
-    def rank_main(comm):
-        with pytest.raises(ContractError):
-            contract(comm, schedule, codec() if isinstance(codec, type) else codec)
-
-    run_ranks(rank_main, 3)
+@on_ranks(3)
+def test_is_caught(comm, wrong: type, contract, schedule: type, codec) -> None:
+    with pytest.raises(ContractError):
+        contract(comm, schedule, codec() if isinstance(codec, type) else codec)
 
 
 def test_every_contract_has_one_that_breaks_it() -> None:
@@ -120,12 +119,10 @@ def test_every_contract_has_one_that_breaks_it() -> None:
     assert caught == {c for cs in WEIGHT_CONTRACTS.values() for c in cs}
 
 
-def test_the_broken_ones_begin_with_some_that_are_right() -> None:
-    def rank_main(comm):
-        for codec in (None, "int4"):
-            for contract in WEIGHT_CONTRACTS["per_step"]:
-                contract(comm, EveryStep, codec)
-            for contract in WEIGHT_CONTRACTS["per_block"]:
-                contract(comm, SmallBlocks, codec)
-
-    run_ranks(rank_main, 3)
+@on_ranks(3)
+def test_the_broken_ones_begin_with_some_that_are_right(comm) -> None:
+    for codec in (None, "int4"):
+        for contract in WEIGHT_CONTRACTS["per_step"]:
+            contract(comm, EveryStep, codec)
+        for contract in WEIGHT_CONTRACTS["per_block"]:
+            contract(comm, SmallBlocks, codec)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.limits import limit
+from tests.ranks import on_ranks
 from tests.unit.models import batch, loss_of, mlp, near, optimizer_of
 from torchmn.comm.streams import Deferred, HostStreams
 from torchmn.errors import NonFiniteGradientError, RankMismatchError, UsageError
@@ -146,30 +147,26 @@ class TestNotFinite:
 
         assert run_ranks(rank_main, NUM_RANKS) == [(True, 1)] * NUM_RANKS
 
-    def test_flush_raises_what_the_last_step_has_met(self) -> None:
-        def rank_main(comm):
-            model = mlp()
-            optimizer = made(late(comm), model)
-            diverging_step(comm, optimizer, model, is_bad=comm.rank == 0)
-            optimizer.step()
-            with pytest.raises(NonFiniteGradientError, match="have taken the step"):
-                optimizer.flush()
-
-        run_ranks(rank_main, NUM_RANKS)
-
-
-def test_weights_of_zero_are_raised_before_the_next_exchange() -> None:
-    def rank_main(comm):
+    @on_ranks(NUM_RANKS)
+    def test_flush_raises_what_the_last_step_has_met(self, comm) -> None:
         model = mlp()
-        optimizer = made(late(comm), model, weight="samples")
-        first = model[0]
-        optimizer.zero_grad()
-        first.weight.square().sum().backward()  # no forward pass of the model: no samples
+        optimizer = made(late(comm), model)
+        diverging_step(comm, optimizer, model, is_bad=comm.rank == 0)
         optimizer.step()
-        with pytest.raises(UsageError, match="weights of all ranks are zero.*taken the step"):
-            first.weight.square().sum().backward()
+        with pytest.raises(NonFiniteGradientError, match="have taken the step"):
+            optimizer.flush()
 
-    run_ranks(rank_main, NUM_RANKS)
+
+@on_ranks(NUM_RANKS)
+def test_weights_of_zero_are_raised_before_the_next_exchange(comm) -> None:
+    model = mlp()
+    optimizer = made(late(comm), model, weight="samples")
+    first = model[0]
+    optimizer.zero_grad()
+    first.weight.square().sum().backward()  # no forward pass of the model: no samples
+    optimizer.step()
+    with pytest.raises(UsageError, match="weights of all ranks are zero.*taken the step"):
+        first.weight.square().sum().backward()
 
 
 def test_a_gradient_that_only_one_rank_has_is_there_on_all() -> None:

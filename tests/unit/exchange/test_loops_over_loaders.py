@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.ranks import on_ranks
 from torchmn import GlobalSampler, create_multi_node_optimizer, scatter_loader
 from torchmn.data.divided_batches import divided_batches
 from torchmn.errors import UsageError
@@ -445,22 +446,19 @@ def test_a_model_that_never_sees_a_loader_s_batches_keeps_equal_weights(when: st
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
 
 
-def test_loaders_of_another_communicator_are_not_followed() -> None:
-    def rank_main(comm: Any) -> list[float]:
-        others = comm.split(0, comm.rank)
-        run = Run(others)
-        loader = run.loader(9)
-        model, _ = Run(comm).model()
-        weights = []
-        for x, y in loader:
-            loss_of(model, (x[:1], y[:1])).backward()
-            weights.append(float(model[2].bias.grad))
-        assert divided_batches(comm).passes == []
-        assert divided_batches(others).is_used
-        return weights
-
-    first, second = run_ranks(rank_main, 2)
-    assert first == second
+@on_ranks(2)
+def test_loaders_of_another_communicator_are_not_followed(comm: Any) -> list[float]:
+    others = comm.split(0, comm.rank)
+    run = Run(others)
+    loader = run.loader(9)
+    model, _ = Run(comm).model()
+    weights = []
+    for x, y in loader:
+        loss_of(model, (x[:1], y[:1])).backward()
+        weights.append(float(model[2].bias.grad))
+    assert divided_batches(comm).passes == []
+    assert divided_batches(others).is_used
+    return weights
 
 
 @pytest.mark.parametrize("loading", ["scatter_loader", "plain", "workers"])

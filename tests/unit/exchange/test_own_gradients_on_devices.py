@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.ranks import on_ranks
 from tests.unit.exchange.test_deferred_checks import LateStreams, diverging_step, late, made
 from tests.unit.models import mlp
 from torchmn.errors import NonFiniteGradientError, UnsupportedError
@@ -28,16 +29,14 @@ def test_a_step_waits_for_nothing_and_the_next_one_raises() -> None:
     assert run_ranks(rank_main, 1) == [[1]]
 
 
-def test_flush_looks_at_the_last_step() -> None:
-    def rank_main(comm):
-        model = mlp()
-        optimizer = made(late(comm), model)
-        diverging_step(comm, optimizer, model, is_bad=True)
-        optimizer.step()
-        with pytest.raises(NonFiniteGradientError, match="at step 0"):
-            optimizer.flush()
-
-    run_ranks(rank_main, 1)
+@on_ranks(1)
+def test_flush_looks_at_the_last_step(comm) -> None:
+    model = mlp()
+    optimizer = made(late(comm), model)
+    diverging_step(comm, optimizer, model, is_bad=True)
+    optimizer.step()
+    with pytest.raises(NonFiniteGradientError, match="at step 0"):
+        optimizer.flush()
 
 
 class Capturing(LateStreams):
@@ -45,21 +44,19 @@ class Capturing(LateStreams):
         return True
 
 
-def test_a_graph_of_several_ranks_is_refused_before_anything_has_begun() -> None:
-    def rank_main(comm):
-        model = mlp()
-        optimizer = made(late(comm), model)
-        usual, comm.engine.streams = comm.engine.streams, Capturing()
-        with pytest.raises(UnsupportedError, match="A CUDA graph is being captured"):
-            diverging_step(comm, optimizer, model, is_bad=False)
-        assert comm.engine.streams.events == []
-        comm.engine.streams = usual
-        for _ in range(2):
-            diverging_step(comm, optimizer, model, is_bad=False)
-            optimizer.step()
-        optimizer.flush()
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_a_graph_of_several_ranks_is_refused_before_anything_has_begun(comm) -> None:
+    model = mlp()
+    optimizer = made(late(comm), model)
+    usual, comm.engine.streams = comm.engine.streams, Capturing()
+    with pytest.raises(UnsupportedError, match="A CUDA graph is being captured"):
+        diverging_step(comm, optimizer, model, is_bad=False)
+    assert comm.engine.streams.events == []
+    comm.engine.streams = usual
+    for _ in range(2):
+        diverging_step(comm, optimizer, model, is_bad=False)
+        optimizer.step()
+    optimizer.flush()
 
 
 def test_nothing_is_looked_at_while_a_graph_is_captured() -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tests.limits import limit
+from tests.ranks import on_ranks
 from tests.unit.models import (
     batch,
     equal,
@@ -163,15 +164,13 @@ def test_buckets_leave_in_one_order_whatever_the_order_of_gradients() -> None:
     assert equal(grads_0, grads_1)
 
 
-def test_a_model_without_anything_to_train() -> None:
-    def rank_main(comm):
-        model = mlp().requires_grad_(False)
-        optimizer = create_multi_node_optimizer(sgd(model), comm, model)
-        before = values(model)
-        optimizer.step()
-        assert equal(values(model), before)
-        model.requires_grad_(True)
-        loss_of(model, batch(comm.rank, 0)).backward()
-        assert near(grads(model), mean_over_ranks(model, comm.size))
-
-    run_ranks(rank_main, 2, name="hierarchical")
+@on_ranks(2, name="hierarchical")
+def test_a_model_without_anything_to_train(comm) -> None:
+    model = mlp().requires_grad_(False)
+    optimizer = create_multi_node_optimizer(sgd(model), comm, model)
+    before = values(model)
+    optimizer.step()
+    assert equal(values(model), before)
+    model.requires_grad_(True)
+    loss_of(model, batch(comm.rank, 0)).backward()
+    assert near(grads(model), mean_over_ranks(model, comm.size))

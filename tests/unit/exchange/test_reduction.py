@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.ranks import on_ranks
 from tests.unit.models import batch, equal, fill, mlp, near, optimizer_of, values
 from torchmn import create_multi_node_optimizer
 from torchmn.cluster import Topology
@@ -93,17 +94,15 @@ def test_codecs_lose_of_a_sum_what_they_lose_of_a_mean(codec: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:More than one backward pass")
 @pytest.mark.parametrize("steps_between", [False, True])
-def test_a_second_exchange_of_a_sum_is_refused_on_all_ranks(steps_between: bool) -> None:
-    def twice(comm):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(sgd(model), comm, model, reduction="sum")
-        summed_loss(model, batch(comm.rank, 0)).backward()
-        if steps_between:
-            optimizer.step()
-        with pytest.raises(UnsupportedError, match="no_sync"):
-            summed_loss(model, batch(comm.rank, 1)).backward()
-
-    run_ranks(twice, 2)
+@on_ranks(2)
+def test_a_second_exchange_of_a_sum_is_refused_on_all_ranks(comm, steps_between: bool) -> None:
+    model = mlp()
+    optimizer = create_multi_node_optimizer(sgd(model), comm, model, reduction="sum")
+    summed_loss(model, batch(comm.rank, 0)).backward()
+    if steps_between:
+        optimizer.step()
+    with pytest.raises(UnsupportedError, match="no_sync"):
+        summed_loss(model, batch(comm.rank, 1)).backward()
 
 
 def test_join_adds_the_ranks_that_still_have_data() -> None:
@@ -197,27 +196,21 @@ def test_gradients_under_no_sync_keep_their_sum_on_another_number_of_ranks() -> 
         ({"schedule": "parameter_server"}, "under parameter_server each rank"),
     ],
 )
-def test_what_has_no_sum(options: dict[str, object], message: str) -> None:
-    def attempt(comm):
-        model = mlp()
-        with pytest.raises(UnsupportedError, match=message):
-            create_multi_node_optimizer(sgd(model), comm, model, reduction="sum", **options)
-
-    run_ranks(attempt, 2)
+@on_ranks(2)
+def test_what_has_no_sum(comm, options: dict[str, object], message: str) -> None:
+    model = mlp()
+    with pytest.raises(UnsupportedError, match=message):
+        create_multi_node_optimizer(sgd(model), comm, model, reduction="sum", **options)
 
 
-def test_names_weights_and_ranks_that_differ() -> None:
-    def attempt(comm):
-        model = mlp()
-        with pytest.raises(UnknownNameError, match="reduction"):
-            create_multi_node_optimizer(sgd(model), comm, model, reduction="total")
-        optimizer = create_multi_node_optimizer(sgd(model), comm, model, reduction="sum")
-        with pytest.raises(UsageError, match="gradients are added as they are"):
-            optimizer.set_weight(8)
-        optimizer.close()
-        with pytest.raises(RankMismatchError, match="reduction"):
-            create_multi_node_optimizer(
-                sgd(model), comm, model, reduction=["sum", "mean"][comm.rank]
-            )
-
-    run_ranks(attempt, 2)
+@on_ranks(2)
+def test_names_weights_and_ranks_that_differ(comm) -> None:
+    model = mlp()
+    with pytest.raises(UnknownNameError, match="reduction"):
+        create_multi_node_optimizer(sgd(model), comm, model, reduction="total")
+    optimizer = create_multi_node_optimizer(sgd(model), comm, model, reduction="sum")
+    with pytest.raises(UsageError, match="gradients are added as they are"):
+        optimizer.set_weight(8)
+    optimizer.close()
+    with pytest.raises(RankMismatchError, match="reduction"):
+        create_multi_node_optimizer(sgd(model), comm, model, reduction=["sum", "mean"][comm.rank])

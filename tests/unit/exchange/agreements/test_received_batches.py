@@ -14,7 +14,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.limits import limit
-from tests.unit.models import equal, loss_of, mlp, values
+from tests.ranks import on_ranks
+from tests.unit.models import loss_of, mlp, values
 from torchmn import GlobalSampler, create_multi_node_optimizer, scatter_loader
 from torchmn.comm import Communicator
 from torchmn.errors import RankMismatchError, UsageError
@@ -315,7 +316,6 @@ def a_forward_pass_that_was_repeated(own: Script) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["every_step", "double_buffering"])
-@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize(
     "script",
     [
@@ -333,19 +333,14 @@ def a_forward_pass_that_was_repeated(own: Script) -> None:
         a_forward_pass_that_was_repeated,
     ],
 )
-def test_what_is_right_is_not_refused(
-    script: Callable[[Script], None], size: int, schedule: str
-) -> None:
+@on_ranks(2, 3, timeout_s=limit(10))
+def test_what_is_right_is_not_refused(comm, script: Callable[[Script], None], schedule: str):
     """The tests make an error of every warning."""
 
-    def rank_main(comm):
-        # Parts of different batches have no common weights.
-        has_others = script in (different_numbers_in_join, as_many_as_fill_a_step)
-        options = {"weight": "rank"} if has_others else {}
-        own = Script(comm, schedule, **options)
-        script(own)
-        own.optimizer.flush()
-        return values(own.model)
-
-    first, *others = run_ranks(rank_main, size, timeout_s=limit(10))
-    assert all(equal(first, other) for other in others)
+    # Parts of different batches have no common weights.
+    has_others = script in (different_numbers_in_join, as_many_as_fill_a_step)
+    options = {"weight": "rank"} if has_others else {}
+    own = Script(comm, schedule, **options)
+    script(own)
+    own.optimizer.flush()
+    return values(own.model)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.ranks import on_ranks
 from tests.unit.models import (
     batch,
     equal,
@@ -52,58 +53,49 @@ def mean_of_ranks(model, step, num_ranks=2):
 
 class TestFlags:
     @pytest.mark.parametrize("schedule", ["every_step", "double_buffering"])
-    def test_freezing_on_one_rank_is_refused_on_all(self, schedule: str) -> None:
-        def rank_main(comm):
-            model, optimizer = wrap(comm, schedule=schedule)
-            train(model, optimizer, comm.rank, range(2))
-            model[0].requires_grad_(comm.rank != 1)
-            with pytest.raises(RankMismatchError, match="rank 1 changed the dtype, device, shape"):
-                train(model, optimizer, comm.rank, range(2, 5))
+    @on_ranks(2)
+    def test_freezing_on_one_rank_is_refused_on_all(self, comm, schedule: str) -> None:
+        model, optimizer = wrap(comm, schedule=schedule)
+        train(model, optimizer, comm.rank, range(2))
+        model[0].requires_grad_(comm.rank != 1)
+        with pytest.raises(RankMismatchError, match="rank 1 changed the dtype, device, shape"):
+            train(model, optimizer, comm.rank, range(2, 5))
 
-        run_ranks(rank_main, 2)
-
-    def test_a_state_loaded_on_one_rank_is_refused_on_all(self) -> None:
-        def rank_main(comm):
-            model, optimizer = wrap(comm)
-            train(model, optimizer, comm.rank, range(2))
-            if comm.rank == 0:
-                optimizer.load_state_dict(optimizer.state_dict())
-            with pytest.raises(RankMismatchError, match="rank 0 loaded an optimizer state"):
-                train(model, optimizer, comm.rank, [2])
+    @on_ranks(2)
+    def test_a_state_loaded_on_one_rank_is_refused_on_all(self, comm) -> None:
+        model, optimizer = wrap(comm)
+        train(model, optimizer, comm.rank, range(2))
+        if comm.rank == 0:
             optimizer.load_state_dict(optimizer.state_dict())
-            train(model, optimizer, comm.rank, [3])
+        with pytest.raises(RankMismatchError, match="rank 0 loaded an optimizer state"):
+            train(model, optimizer, comm.rank, [2])
+        optimizer.load_state_dict(optimizer.state_dict())
+        train(model, optimizer, comm.rank, [3])
 
-        run_ranks(rank_main, 2)
+    @on_ranks(2)
+    def test_one_backward_pass_more_on_one_rank_is_named(self, comm) -> None:
+        model, optimizer = wrap(comm)
+        train(model, optimizer, comm.rank, range(2))
+        optimizer.reducer._num_exchanges.num += comm.rank
+        with pytest.raises(CommunicationError, match="at different exchanges of gradients"):
+            train(model, optimizer, comm.rank, [2])
 
-    def test_one_backward_pass_more_on_one_rank_is_named(self) -> None:
-        def rank_main(comm):
-            model, optimizer = wrap(comm)
-            train(model, optimizer, comm.rank, range(2))
-            optimizer.reducer._num_exchanges.num += comm.rank
-            with pytest.raises(CommunicationError, match="at different exchanges of gradients"):
-                train(model, optimizer, comm.rank, [2])
-
-        run_ranks(rank_main, 2)
-
-    def test_the_state_of_rank_0_is_that_of_all(self) -> None:
-        def rank_main(comm):
-            model = mlp()
-            inner = sgd(model)
-            if comm.rank == 0:
-                momenta = {
-                    index: {"momentum_buffer": torch.full_like(p, 0.5)}
-                    for index, p in enumerate(model.parameters())
-                }
-                groups = inner.state_dict()["param_groups"]
-                inner.load_state_dict({"state": momenta, "param_groups": groups})
-            optimizer = create_multi_node_optimizer(inner, comm, model)
-            held = [optimizer.state[p]["momentum_buffer"].unique() for p in model.parameters()]
-            assert [h.tolist() for h in held] == [[0.5]] * 4
-            train(model, optimizer, comm.rank, range(2))
-            return values(model)
-
-        first, second = run_ranks(rank_main, 2)
-        assert equal(first, second)
+    @on_ranks(2)
+    def test_the_state_of_rank_0_is_that_of_all(self, comm):
+        model = mlp()
+        inner = sgd(model)
+        if comm.rank == 0:
+            momenta = {
+                index: {"momentum_buffer": torch.full_like(p, 0.5)}
+                for index, p in enumerate(model.parameters())
+            }
+            groups = inner.state_dict()["param_groups"]
+            inner.load_state_dict({"state": momenta, "param_groups": groups})
+        optimizer = create_multi_node_optimizer(inner, comm, model)
+        held = [optimizer.state[p]["momentum_buffer"].unique() for p in model.parameters()]
+        assert [h.tolist() for h in held] == [[0.5]] * 4
+        train(model, optimizer, comm.rank, range(2))
+        return values(model)
 
 
 class TestArguments:
@@ -146,14 +138,12 @@ class TestArguments:
             ),
         ],
     )
-    def test_different_schedules_and_codecs_are_refused(self, options, text: str) -> None:
+    @on_ranks(2)
+    def test_different_schedules_and_codecs_are_refused(self, comm, options, text: str) -> None:
         """Ranks whose blocks end at different steps ended with different parameters."""
 
-        def rank_main(comm):
-            with pytest.raises(RankMismatchError, match=text):
-                wrap(comm, **options(comm.rank))
-
-        run_ranks(rank_main, 2)
+        with pytest.raises(RankMismatchError, match=text):
+            wrap(comm, **options(comm.rank))
 
 
 class TestUnsynced:
@@ -174,48 +164,42 @@ class TestUnsynced:
             first, second = run_ranks(rank_main, 2)
         assert equal(first, second)
 
-    def test_double_buffering_refuses_it(self) -> None:
-        def rank_main(comm):
-            model, optimizer = wrap(comm, schedule="double_buffering")
-            train(model, optimizer, comm.rank, range(2))
-            loss_of(model, batch(comm.rank, 0)).backward()
-            with optimizer.no_sync():
-                loss_of(model, batch(comm.rank, 1)).backward()
-            with pytest.raises(UnsupportedError, match="must be the last one"):
-                optimizer.step()
-
-        run_ranks(rank_main, 2)
-
-    def test_what_is_frozen_after_a_pass_under_no_sync_is_exchanged(self) -> None:
-        def rank_main(comm):
-            model, optimizer = wrap(comm)
-            first, both = mean_of_ranks(model, 0), mean_of_ranks(model, 1)
-            with optimizer.no_sync():
-                loss_of(model, batch(comm.rank, 0)).backward()
-            model[0].requires_grad_(False)
+    @on_ranks(2)
+    def test_double_buffering_refuses_it(self, comm) -> None:
+        model, optimizer = wrap(comm, schedule="double_buffering")
+        train(model, optimizer, comm.rank, range(2))
+        loss_of(model, batch(comm.rank, 0)).backward()
+        with optimizer.no_sync():
             loss_of(model, batch(comm.rank, 1)).backward()
-            assert near(grads(model)[:2], first[:2])
-            total = [a + b for a, b in zip(first[2:], both[2:], strict=True)]
-            assert near(grads(model)[2:], total)
+        with pytest.raises(UnsupportedError, match="must be the last one"):
+            optimizer.step()
 
-        run_ranks(rank_main, 2)
+    @on_ranks(2)
+    def test_what_is_frozen_after_a_pass_under_no_sync_is_exchanged(self, comm) -> None:
+        model, optimizer = wrap(comm)
+        first, both = mean_of_ranks(model, 0), mean_of_ranks(model, 1)
+        with optimizer.no_sync():
+            loss_of(model, batch(comm.rank, 0)).backward()
+        model[0].requires_grad_(False)
+        loss_of(model, batch(comm.rank, 1)).backward()
+        assert near(grads(model)[:2], first[:2])
+        total = [a + b for a, b in zip(first[2:], both[2:], strict=True)]
+        assert near(grads(model)[2:], total)
 
 
 class TestOneOptimizerPerParameter:
-    def test_a_newer_one_replaces_the_older_which_then_raises(self) -> None:
-        def rank_main(comm):
-            model, older = wrap(comm)
-            train(model, older, comm.rank, range(2))
-            adam = torch.optim.Adam(model.parameters(), 0.01)
-            newer = create_multi_node_optimizer(adam, comm, model)
-            newer.zero_grad()
-            loss_of(model, batch(comm.rank, 2)).backward()
-            assert near(grads(model), mean_of_ranks(model, 2))
-            newer.step()
-            with pytest.raises(UsageError, match=r"SGD .*gave its parameters to .* Adam"):
-                older.step()
-
-        run_ranks(rank_main, 2, name="hierarchical")
+    @on_ranks(2, name="hierarchical")
+    def test_a_newer_one_replaces_the_older_which_then_raises(self, comm) -> None:
+        model, older = wrap(comm)
+        train(model, older, comm.rank, range(2))
+        adam = torch.optim.Adam(model.parameters(), 0.01)
+        newer = create_multi_node_optimizer(adam, comm, model)
+        newer.zero_grad()
+        loss_of(model, batch(comm.rank, 2)).backward()
+        assert near(grads(model), mean_of_ranks(model, 2))
+        newer.step()
+        with pytest.raises(UsageError, match=r"SGD .*gave its parameters to .* Adam"):
+            older.step()
 
     def test_an_exception_while_it_is_made_leaves_no_hooks(self) -> None:
         class Fails(EveryStep):
@@ -235,24 +219,20 @@ class TestOneOptimizerPerParameter:
 
         run_ranks(rank_main, 2)
 
-    def test_a_schedule_object_has_one_optimizer(self) -> None:
-        def rank_main(comm):
-            schedule = EveryStep()
-            model = mlp()
+    @on_ranks(2)
+    def test_a_schedule_object_has_one_optimizer(self, comm) -> None:
+        schedule = EveryStep()
+        model = mlp()
+        optimizer_of(comm, model, schedule=schedule)
+        with pytest.raises(UsageError, match=r"EveryStep object belongs to another optimizer"):
             optimizer_of(comm, model, schedule=schedule)
-            with pytest.raises(UsageError, match=r"EveryStep object belongs to another optimizer"):
-                optimizer_of(comm, model, schedule=schedule)
 
-        run_ranks(rank_main, 2)
-
-    def test_wrappers_are_not_wrapped(self) -> None:
-        def rank_main(comm):
-            model, optimizer = wrap(comm)
-            with pytest.raises(UsageError, match=re.escape("optimizer.inner")):
-                create_multi_node_optimizer(optimizer, comm, model)
-            wrapped = DistributedDataParallel.__new__(DistributedDataParallel)
-            nn.Module.__init__(wrapped)
-            with pytest.raises(UnsupportedError, match=r"model\.module"):
-                create_multi_node_optimizer(sgd(model), comm, wrapped)
-
-        run_ranks(rank_main, 1)
+    @on_ranks(1)
+    def test_wrappers_are_not_wrapped(self, comm) -> None:
+        model, optimizer = wrap(comm)
+        with pytest.raises(UsageError, match=re.escape("optimizer.inner")):
+            create_multi_node_optimizer(optimizer, comm, model)
+        wrapped = DistributedDataParallel.__new__(DistributedDataParallel)
+        nn.Module.__init__(wrapped)
+        with pytest.raises(UnsupportedError, match=r"model\.module"):
+            create_multi_node_optimizer(sgd(model), comm, wrapped)

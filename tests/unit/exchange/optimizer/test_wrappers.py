@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import torchmn
+from tests.ranks import on_ranks
 from torchmn.errors import UnsupportedError
 from torchmn.testing import run_ranks
 
@@ -114,13 +115,11 @@ def test_a_step_that_a_scheduler_has_wrapped_before_is_put_back() -> None:
     assert run_ranks(rank_main, 2) == [(1, True)] * 2
 
 
-def test_an_optimizer_by_name_only_is_refused() -> None:
-    def rank_main(comm):
-        model = nn.Linear(2, 1)
-        with pytest.raises(UnsupportedError, match="Bare has not called __init__"):
-            torchmn.create_multi_node_optimizer(
-                Bare(torch.optim.SGD(model.parameters(), 0.1)), comm, model
-            )
-        assert not model._forward_pre_hooks
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_an_optimizer_by_name_only_is_refused(comm) -> None:
+    model = nn.Linear(2, 1)
+    with pytest.raises(UnsupportedError, match="Bare has not called __init__"):
+        torchmn.create_multi_node_optimizer(
+            Bare(torch.optim.SGD(model.parameters(), 0.1)), comm, model
+        )
+    assert not model._forward_pre_hooks

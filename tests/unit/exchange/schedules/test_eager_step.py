@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.ranks import on_ranks
 from tests.unit.models import batch, equal, grads, loss_of, mlp, near, values
 from torchmn import create_multi_node_optimizer
 from torchmn.errors import PerformanceWarning, UsageError
@@ -205,22 +206,20 @@ def test_nothing_is_left_in_the_optimizer(inner) -> None:
     check(run_ranks(lambda comm: trained(comm, inner=inner), 2), reference(2, 6, inner))
 
 
-def test_hooks_of_the_optimizer_see_steps_with_means_alone() -> None:
-    def rank_main(comm):
-        model = mlp()
-        optimizer = make_eager(comm, model)
-        average = torch.optim.swa_utils.AveragedModel(model)
-        before, after = [], []
-        optimizer.register_step_pre_hook(lambda *_: before.append(grads(model)))
-        optimizer.register_step_post_hook(lambda *_: after.append(values(model)))
-        optimizer.register_step_post_hook(lambda *_: average.update_parameters(model))
-        train(model, optimizer, comm.rank, range(5))
-        assert (len(before), len(after), int(average.n_averaged)) == (4, 4, 4)
-        optimizer.flush()
-        assert len(after) == 5
-        return [*sum(before, []), *sum(after, []), *values(average)]
-
-    assert equal(*run_ranks(rank_main, 2))
+@on_ranks(2)
+def test_hooks_of_the_optimizer_see_steps_with_means_alone(comm):
+    model = mlp()
+    optimizer = make_eager(comm, model)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    before, after = [], []
+    optimizer.register_step_pre_hook(lambda *_: before.append(grads(model)))
+    optimizer.register_step_post_hook(lambda *_: after.append(values(model)))
+    optimizer.register_step_post_hook(lambda *_: average.update_parameters(model))
+    train(model, optimizer, comm.rank, range(5))
+    assert (len(before), len(after), int(average.n_averaged)) == (4, 4, 4)
+    optimizer.flush()
+    assert len(after) == 5
+    return [*sum(before, []), *sum(after, []), *values(average)]
 
 
 # ---- where parameters are those of a step with the own gradient ----
@@ -320,25 +319,23 @@ def test_a_model_that_is_trained_in_eval_or_layer_by_layer(calls, is_training) -
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")
-def test_tracing_the_model_changes_nothing() -> None:
+@on_ranks(2)
+def test_tracing_the_model_changes_nothing(comm) -> None:
     """Without its check, which calls the model as training does."""
 
-    def rank_main(comm):
-        results = []
-        for is_traced in (False, True):
-            model = mlp()
-            optimizer = make_eager(comm, model)
-            train(model, optimizer, comm.rank, range(3))
-            if is_traced:
-                traced = torch.jit.trace(model, batch(comm.rank, 0), check_trace=False)
-                assert torch.equal(traced(batch(1, 1)), model.eval()(batch(1, 1)))
-                model.train()
-            train(model, optimizer, comm.rank, range(3, 6))
-            optimizer.flush()
-            results.append(values(model))
-        assert equal(*results)
-
-    run_ranks(rank_main, 2)
+    results = []
+    for is_traced in (False, True):
+        model = mlp()
+        optimizer = make_eager(comm, model)
+        train(model, optimizer, comm.rank, range(3))
+        if is_traced:
+            traced = torch.jit.trace(model, batch(comm.rank, 0), check_trace=False)
+            assert torch.equal(traced(batch(1, 1)), model.eval()(batch(1, 1)))
+            model.train()
+        train(model, optimizer, comm.rank, range(3, 6))
+        optimizer.flush()
+        results.append(values(model))
+    assert equal(*results)
 
 
 def test_a_model_that_is_never_called_is_named_in_a_warning() -> None:

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 
+from tests.ranks import on_ranks
 from tests.unit.exchange.schedules.local_updates.runs import adam, momentum, set_values, train, wrap
 from tests.unit.models import batch, closure_of, equal, local_grads, loss_of, mlp, near, values
 from torchmn import create_multi_node_optimizer, scatter_loader
@@ -77,70 +78,62 @@ def test_the_codec_is_used_after_the_warm_up(schedule, expected: list[int]) -> N
         assert counts == expected
 
 
-def test_no_warm_up() -> None:
-    def rank_main(comm):
-        model, optimizer = wrap(comm, Warmup(0, PeriodicAverage(16)))
-        plain, each = wrap(comm, PeriodicAverage(16))
-        for step in range(3):
-            train(model, optimizer, comm.rank, step)
-            train(plain, each, comm.rank, step)
-            assert equal(values(model), values(plain))
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_no_warm_up(comm) -> None:
+    model, optimizer = wrap(comm, Warmup(0, PeriodicAverage(16)))
+    plain, each = wrap(comm, PeriodicAverage(16))
+    for step in range(3):
+        train(model, optimizer, comm.rank, step)
+        train(plain, each, comm.rank, step)
+        assert equal(values(model), values(plain))
 
 
 @pytest.mark.parametrize("saved_after", [1, 4])
 @pytest.mark.parametrize("loaded_after", [0, 2, 5])
+@on_ranks(2)
 def test_a_state_is_loaded_during_the_warm_up_and_after_it(
-    saved_after: int, loaded_after: int
+    comm, saved_after: int, loaded_after: int
 ) -> None:
-    def rank_main(comm):
-        def start():
-            return wrap(comm, Warmup(16, DiLoCo(16, overlap_steps=1)), adam, codec="float16")
+    def start():
+        return wrap(comm, Warmup(16, DiLoCo(16, overlap_steps=1)), adam, codec="float16")
 
-        model, optimizer = start()
-        for step in range(saved_after):
-            train(model, optimizer, comm.rank, step)
-        state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-        again, resumed = start()
-        for step in range(loaded_after):
-            train(again, resumed, comm.rank, 50 + step)
-        again.load_state_dict(state[0])
-        resumed.load_state_dict(state[1])
-        for step in range(saved_after, saved_after + 5):
-            train(model, optimizer, comm.rank, step)
-            train(again, resumed, comm.rank, step)
-            assert equal(values(model), values(again)), step
-
-    run_ranks(rank_main, 2)
+    model, optimizer = start()
+    for step in range(saved_after):
+        train(model, optimizer, comm.rank, step)
+    state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    again, resumed = start()
+    for step in range(loaded_after):
+        train(again, resumed, comm.rank, 50 + step)
+    again.load_state_dict(state[0])
+    resumed.load_state_dict(state[1])
+    for step in range(saved_after, saved_after + 5):
+        train(model, optimizer, comm.rank, step)
+        train(again, resumed, comm.rank, step)
+        assert equal(values(model), values(again)), step
 
 
-def test_states_from_before_and_after_the_end_are_not_combined() -> None:
-    def rank_main(comm):
-        model, optimizer = wrap(comm, Warmup(8, PeriodicAverage(16)))
-        early = copy.deepcopy(optimizer.state_dict())
-        for step in range(2):
-            train(model, optimizer, comm.rank, step)
-        late = optimizer.state_dict()
-        with pytest.raises(UsageError, match=r"on some of the old ranks \(\[False, True\]\)"):
-            optimizer.reshard_state_dict([early, late], comm)
-
-    run_ranks(rank_main, 1)
+@on_ranks(1)
+def test_states_from_before_and_after_the_end_are_not_combined(comm) -> None:
+    model, optimizer = wrap(comm, Warmup(8, PeriodicAverage(16)))
+    early = copy.deepcopy(optimizer.state_dict())
+    for step in range(2):
+        train(model, optimizer, comm.rank, step)
+    late = optimizer.state_dict()
+    with pytest.raises(UsageError, match=r"on some of the old ranks \(\[False, True\]\)"):
+        optimizer.reshard_state_dict([early, late], comm)
 
 
-def test_a_closure() -> None:
-    def rank_main(comm):
-        model = mlp()
-        inner = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
-        schedule = Warmup(20, PeriodicAverage(16))
-        optimizer = create_multi_node_optimizer(inner, comm, model, schedule=schedule)
-        for step in range(5):
-            optimizer.step(closure_of(model, optimizer, batch(comm.rank, step)))
-        assert schedule.is_over
-        optimizer.flush()
-        assert different_tensors(comm, [model]) == []
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_a_closure(comm) -> None:
+    model = mlp()
+    inner = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
+    schedule = Warmup(20, PeriodicAverage(16))
+    optimizer = create_multi_node_optimizer(inner, comm, model, schedule=schedule)
+    for step in range(5):
+        optimizer.step(closure_of(model, optimizer, batch(comm.rank, step)))
+    assert schedule.is_over
+    optimizer.flush()
+    assert different_tensors(comm, [model]) == []
 
 
 @pytest.mark.parametrize("after", [-1, float("nan"), float("inf")])
@@ -181,16 +174,14 @@ def test_parts_of_batches_weigh_by_their_samples(size: int) -> None:
         assert equal(found, expected)
 
 
-def test_sums_are_refused_where_ranks_have_own_steps_later() -> None:
-    def rank_main(comm):
-        model = mlp()
-        schedule = Warmup(1000, PeriodicAverage(64))
-        with pytest.raises(UnsupportedError, match="reduction='sum'"):
-            create_multi_node_optimizer(
-                momentum(model), comm, model, schedule=schedule, reduction="sum"
-            )
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_sums_are_refused_where_ranks_have_own_steps_later(comm) -> None:
+    model = mlp()
+    schedule = Warmup(1000, PeriodicAverage(64))
+    with pytest.raises(UnsupportedError, match="reduction='sum'"):
+        create_multi_node_optimizer(
+            momentum(model), comm, model, schedule=schedule, reduction="sum"
+        )
 
 
 @pytest.mark.parametrize("size", [1, 2])

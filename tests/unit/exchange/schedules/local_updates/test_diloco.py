@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.ranks import on_ranks
 from tests.unit.exchange.schedules.local_updates.runs import adam, simulate, train, wrap
 from tests.unit.models import near, values
 from torchmn.errors import UsageError
@@ -52,18 +53,16 @@ def sgd_of_the_paper(parameters):
     return torch.optim.SGD(parameters, 0.7, momentum=0.9, nesterov=True)
 
 
-def test_a_schedule_of_the_outer_learning_rate_is_saved() -> None:
-    def rank_main(comm):
-        model, optimizer = wrap(comm, DiLoCo(8))
-        rates = torch.optim.lr_scheduler.StepLR(optimizer.schedule.outer, 1, 0.5)
-        for step in range(2):
-            train(model, optimizer, comm.rank, step)
-        rates.step()
-        _, again = wrap(comm, DiLoCo(8))
-        again.load_state_dict(optimizer.state_dict())
-        assert again.schedule.outer.param_groups[0]["lr"] == 0.35
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_a_schedule_of_the_outer_learning_rate_is_saved(comm) -> None:
+    model, optimizer = wrap(comm, DiLoCo(8))
+    rates = torch.optim.lr_scheduler.StepLR(optimizer.schedule.outer, 1, 0.5)
+    for step in range(2):
+        train(model, optimizer, comm.rank, step)
+    rates.step()
+    _, again = wrap(comm, DiLoCo(8))
+    again.load_state_dict(optimizer.state_dict())
+    assert again.schedule.outer.param_groups[0]["lr"] == 0.35
 
 
 def test_other_parameter_groups_are_rejected() -> None:

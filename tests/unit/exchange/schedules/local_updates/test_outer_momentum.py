@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.ranks import on_ranks
 from tests.unit.exchange.schedules.local_updates.runs import set_values, train, wrap
 from tests.unit.models import batch, local_grads, mlp, near, values
 from torchmn.exchange.replicas import different_tensors
@@ -165,19 +166,17 @@ def test_nothing_changes_without_overlap_or_momentum(options) -> None:
         assert all(torch.equal(a, b) for a, b in zip(plain, eager, strict=True))
 
 
-def test_a_block_that_is_not_finite_returns_to_its_beginning() -> None:
-    def rank_main(comm):
-        schedule = DiLoCo(16, outer=nesterov, overlap_steps=1, eager=True)
-        model, optimizer = wrap(comm, schedule, on_nonfinite="ignore")
-        for step in range(7):
-            train(model, optimizer, comm.rank, step)
-        anchors = [a.clone() for a in schedule.anchors.values()]
-        if comm.rank == 1:
-            with torch.no_grad():
-                next(model.parameters()).fill_(float("nan"))
-        train(model, optimizer, comm.rank, 7)
-        train(model, optimizer, comm.rank, 8)
-        assert all(torch.isfinite(value).all() for value in values(model))
-        assert near(anchors, [a.clone() for a in schedule.anchors.values()])
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_a_block_that_is_not_finite_returns_to_its_beginning(comm) -> None:
+    schedule = DiLoCo(16, outer=nesterov, overlap_steps=1, eager=True)
+    model, optimizer = wrap(comm, schedule, on_nonfinite="ignore")
+    for step in range(7):
+        train(model, optimizer, comm.rank, step)
+    anchors = [a.clone() for a in schedule.anchors.values()]
+    if comm.rank == 1:
+        with torch.no_grad():
+            next(model.parameters()).fill_(float("nan"))
+    train(model, optimizer, comm.rank, 7)
+    train(model, optimizer, comm.rank, 8)
+    assert all(torch.isfinite(value).all() for value in values(model))
+    assert near(anchors, [a.clone() for a in schedule.anchors.values()])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.ranks import on_ranks
 from tests.unit.exchange.schedules.local_updates.runs import train, wrap
 from tests.unit.models import equal, values
 from torchmn.cluster import Topology
@@ -147,15 +148,13 @@ def test_one_rank_alone_may_not_load() -> None:
         run_ranks(rank_main, 2)
 
 
-def test_a_copy_of_the_model_is_loaded_as_any_model() -> None:
-    def rank_main(comm: Communicator) -> None:
-        model, optimizer = wrap(comm, PeriodicAverage(16))
-        train(model, optimizer, comm.rank, 0)
-        twin = copy.deepcopy(model)
-        load(twin, [torch.zeros_like(value) for value in values(twin)])
-        train(model, optimizer, comm.rank, 1)
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_a_copy_of_the_model_is_loaded_as_any_model(comm: Communicator) -> None:
+    model, optimizer = wrap(comm, PeriodicAverage(16))
+    train(model, optimizer, comm.rank, 0)
+    twin = copy.deepcopy(model)
+    load(twin, [torch.zeros_like(value) for value in values(twin)])
+    train(model, optimizer, comm.rank, 1)
 
 
 def load(model: nn.Module, state: Sequence[Tensor]) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tests.limits import limit
+from tests.ranks import on_ranks
 from tests.unit.models import batch, equal, fill, loss_of, mlp, near, values
 from torchmn.cluster import Topology
 from torchmn.comm import Communicator, create_communicator
@@ -149,11 +150,9 @@ class TestServersOfTheirOwn:
         assert not near(outcome[0][1], values(mlp(0)))
         assert [o[2] for o in outcome] == [4] * 4
 
-    def test_workers_do_not_serve(self) -> None:
-        def job(comm: Communicator) -> None:
-            assert not make(comm, mlp(), ParameterServer()).serve()
-
-        run_ranks(job, 1)
+    @on_ranks(1)
+    def test_workers_do_not_serve(self, comm: Communicator) -> None:
+        assert not make(comm, mlp(), ParameterServer()).serve()
 
 
 @pytest.mark.parametrize(
@@ -214,23 +213,21 @@ class TestWhatUsersDo:
 
         assert run_ranks(job, 1) == [True]
 
-    def test_a_grad_scaler(self) -> None:
-        def job(comm: Communicator) -> None:
-            model = mlp(dtype=torch.float32)
-            optimizer = make(comm, model, ParameterServer())
-            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-            with optimizer.join():
-                for step in range(4):
-                    optimizer.zero_grad()
-                    loss = loss_of(model, batch(comm.rank, step, dtype=torch.float32))
-                    if step == 2 and comm.rank == 0:
-                        loss = loss * float("inf")
-                    scaler.scale(loss).backward()
-                    scaler.step(optimizer)
-                    scaler.update()
-            assert all(bool(p.isfinite().all()) for p in model.parameters())
-
-        run_ranks(job, 2)
+    @on_ranks(2)
+    def test_a_grad_scaler(self, comm: Communicator) -> None:
+        model = mlp(dtype=torch.float32)
+        optimizer = make(comm, model, ParameterServer())
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        with optimizer.join():
+            for step in range(4):
+                optimizer.zero_grad()
+                loss = loss_of(model, batch(comm.rank, step, dtype=torch.float32))
+                if step == 2 and comm.rank == 0:
+                    loss = loss * float("inf")
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        assert all(bool(p.isfinite().all()) for p in model.parameters())
 
     def test_zero_fill_off_leaves_unused_parameters_alone(self) -> None:
         def job(comm: Communicator) -> tuple[bool, bool]:
