@@ -65,12 +65,16 @@ def wrap(comm: Communicator, **options: object) -> tuple[nn.Sequential, MultiNod
 
 
 def train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: Iterable[int]
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    rank: int,
+    steps: Iterable[int],
+    size: int = 4,
 ) -> None:
     """Steps as users write them."""
     for step in steps:
         optimizer.zero_grad()
-        loss_of(model, batch(rank, step)).backward()
+        loss_of(model, batch(rank, step, size)).backward()
         optimizer.step()
 
 

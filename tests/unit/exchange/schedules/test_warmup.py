@@ -8,8 +8,18 @@ import pytest
 import torch
 
 from tests.ranks import on_ranks
-from tests.unit.exchange.schedules.local_updates.runs import adam, momentum, set_values, train, wrap
-from tests.unit.models import batch, closure_of, equal, local_grads, loss_of, mlp, near, values
+from tests.unit.exchange.schedules.local_updates.runs import adam, momentum, set_values, wrap
+from tests.unit.models import (
+    batch,
+    closure_of,
+    equal,
+    local_grads,
+    loss_of,
+    mlp,
+    near,
+    train,
+    values,
+)
 from torchmn import create_multi_node_optimizer, scatter_loader
 from torchmn.errors import UnsupportedError, UsageError
 from torchmn.exchange.replicas import different_tensors
@@ -34,7 +44,7 @@ def test_every_step_then_blocks_against_a_simulation(size: int) -> None:
         model, optimizer = wrap(comm, schedule, momentum)
         seen = []
         for step in range(8):
-            train(model, optimizer, comm.rank, step)
+            train(model, optimizer, comm.rank, [step])
             seen.append(values(model))
         return seen, schedule.num_samples
 
@@ -70,7 +80,7 @@ def test_the_codec_is_used_after_the_warm_up(schedule, expected: list[int]) -> N
         model, optimizer = wrap(comm, Warmup(16, schedule()), codec="float16")
         counts = []
         for step in range(4):
-            train(model, optimizer, comm.rank, step)
+            train(model, optimizer, comm.rank, [step])
             counts.append(num_encoded(comm))
         return counts
 
@@ -83,8 +93,8 @@ def test_no_warm_up(comm) -> None:
     model, optimizer = wrap(comm, Warmup(0, PeriodicAverage(16)))
     plain, each = wrap(comm, PeriodicAverage(16))
     for step in range(3):
-        train(model, optimizer, comm.rank, step)
-        train(plain, each, comm.rank, step)
+        train(model, optimizer, comm.rank, [step])
+        train(plain, each, comm.rank, [step])
         assert equal(values(model), values(plain))
 
 
@@ -98,17 +108,16 @@ def test_a_state_is_loaded_during_the_warm_up_and_after_it(
         return wrap(comm, Warmup(16, DiLoCo(16, overlap_steps=1)), adam, codec="float16")
 
     model, optimizer = start()
-    for step in range(saved_after):
-        train(model, optimizer, comm.rank, step)
+    train(model, optimizer, comm.rank, range(saved_after))
     state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     again, resumed = start()
     for step in range(loaded_after):
-        train(again, resumed, comm.rank, 50 + step)
+        train(again, resumed, comm.rank, [50 + step])
     again.load_state_dict(state[0])
     resumed.load_state_dict(state[1])
     for step in range(saved_after, saved_after + 5):
-        train(model, optimizer, comm.rank, step)
-        train(again, resumed, comm.rank, step)
+        train(model, optimizer, comm.rank, [step])
+        train(again, resumed, comm.rank, [step])
         assert equal(values(model), values(again)), step
 
 
@@ -116,8 +125,7 @@ def test_a_state_is_loaded_during_the_warm_up_and_after_it(
 def test_states_from_before_and_after_the_end_are_not_combined(comm) -> None:
     model, optimizer = wrap(comm, Warmup(8, PeriodicAverage(16)))
     early = copy.deepcopy(optimizer.state_dict())
-    for step in range(2):
-        train(model, optimizer, comm.rank, step)
+    train(model, optimizer, comm.rank, range(2))
     late = optimizer.state_dict()
     with pytest.raises(UsageError, match=r"on some of the old ranks \(\[False, True\]\)"):
         optimizer.reshard_state_dict([early, late], comm)

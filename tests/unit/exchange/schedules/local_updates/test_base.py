@@ -17,7 +17,6 @@ from tests.unit.exchange.schedules.local_updates.runs import (
     momentum,
     set_values,
     sgd,
-    train,
     wrap,
 )
 from tests.unit.models import (
@@ -28,6 +27,7 @@ from tests.unit.models import (
     loss_of,
     mlp,
     near,
+    train,
     values,
 )
 from torchmn import create_multi_node_optimizer, scatter_loader
@@ -68,8 +68,7 @@ def test_uneven_parts_of_a_loader_end_blocks_in_the_same_step(
 def test_a_codec_is_used_between_nodes_only() -> None:
     def rank_main(comm):
         model, optimizer = wrap(comm, Warmup(16, PeriodicAverage(16)), codec="float16")
-        for step in range(4):
-            train(model, optimizer, comm.rank, step)
+        train(model, optimizer, comm.rank, range(4))
         assert different_tensors(comm, [model]) == []
         names = [entry.name for entry in comm.flight_recorder.entries()]
         return names.count("scatter_float16")
@@ -102,7 +101,7 @@ def test_what_was_learned_meanwhile_belongs_to_the_next_block(k: int) -> None:
         model, optimizer = wrap(comm, PeriodicAverage(24, overlap_steps=k))
         seen = []
         for step in range(9):
-            train(model, optimizer, comm.rank, step)
+            train(model, optimizer, comm.rank, [step])
             seen.append(values(model))
         return seen
 
@@ -136,7 +135,7 @@ def test_steps_continue_while_the_exchange_is_pending() -> None:
         for step in range(7):  # the first exchange also compares where the ranks started
             if comm.rank == 1 and step == 4:
                 assert late.wait(limit(10))
-            train(model, optimizer, comm.rank, step, 4 if step == 0 else 1)
+            train(model, optimizer, comm.rank, [step], 4 if step == 0 else 1)
         if comm.rank == 0:
             late.set()
         optimizer.flush()
@@ -150,8 +149,7 @@ def test_steps_continue_while_the_exchange_is_pending() -> None:
 def test_large_batches_end_several_fragments_in_one_step(comm, k: int) -> None:
     schedule = PeriodicAverage(8 * comm.size, num_fragments=4, overlap_steps=k)
     model, optimizer = wrap(comm, schedule)
-    for step in range(5):
-        train(model, optimizer, comm.rank, step, 5 + 2 * comm.rank)
+    train(model, optimizer, comm.rank, range(5), 5 + 2 * comm.rank)
     optimizer.flush()
     assert different_tensors(comm, [model]) == []
 
@@ -171,7 +169,7 @@ def test_every_step_within_the_node(nodes: list[int], k: int) -> None:
         model, optimizer = wrap(comm, schedule, momentum)
         history = []
         for step in range(6):
-            train(model, optimizer, comm.rank, step)
+            train(model, optimizer, comm.rank, [step])
             same_node = [
                 theirs
                 for rank, theirs in enumerate(comm.allgather_obj(values(model)))
@@ -219,7 +217,7 @@ def test_uneven_loops_with_every_step_within_the_node(lengths: list[int], k: int
         for epoch in range(3):
             with optimizer.join():
                 for step in range(lengths[comm.rank]):
-                    train(model, optimizer, comm.rank, 10 * epoch + step)
+                    train(model, optimizer, comm.rank, [10 * epoch + step])
             assert different_tensors(comm, [model]) == []
         assert schedule.num_samples == 3 * 4 * sum(lengths)
         assert list(optimizer.nonfinite) == []
@@ -235,8 +233,7 @@ def test_loops_within_the_node_are_weighted_by_samples() -> None:
     def rank_main(comm):
         model, optimizer = wrap(comm, PeriodicAverage(1000, intra_node="every_step"))
         with optimizer.join():
-            for step in range([1, 3, 3][comm.rank]):
-                train(model, optimizer, comm.rank, step)
+            train(model, optimizer, comm.rank, range([1, 3, 3][comm.rank]))
         optimizer.close()
         return values(model)
 
@@ -262,7 +259,7 @@ def test_incompatible_states_are_rejected(comm) -> None:
     _, optimizer = wrap(comm, PeriodicAverage(16))
     _, in_parts = wrap(comm, PeriodicAverage(16, num_fragments=2))
     model, _ = wrap(comm, PeriodicAverage(16))
-    train(model, create_multi_node_optimizer(sgd(model), comm, model), comm.rank, 0)
+    train(model, create_multi_node_optimizer(sgd(model), comm, model), comm.rank, [0])
     with pytest.raises(UsageError, match="num_fragments=2, and here it is 1"):
         optimizer.load_state_dict(in_parts.state_dict())
     plain = mlp()
@@ -275,13 +272,12 @@ def test_incompatible_states_are_rejected(comm) -> None:
 def test_a_plain_state_starts_from_scratch(comm) -> None:
     schedule = Warmup(8, BlockMomentum(16))
     model, optimizer = wrap(comm, schedule)
-    for step in range(4):
-        train(model, optimizer, comm.rank, step)
+    train(model, optimizer, comm.rank, range(4))
     optimizer.flush()
     optimizer.load_state_dict(sgd(mlp()).state_dict())
     assert (schedule.traits.replica_consistency, schedule.num_samples) == ("per_step", 0)
     assert schedule.schedule.num_samples == 0
-    train(model, optimizer, comm.rank, 5)
+    train(model, optimizer, comm.rank, [5])
     assert schedule.num_samples == 8
     assert different_tensors(comm, [model]) == []
 
@@ -292,17 +288,16 @@ def test_steps_whose_samples_are_no_longer_counted_are_refused(comm) -> None:
 
     model, optimizer = wrap(comm, PeriodicAverage(16))
     for step in range(2):
-        train(model, optimizer, comm.rank, step)
+        train(model, optimizer, comm.rank, [step])
         for _ in range(5):  # more steps with one gradient
             optimizer.step()
     model.eval()  # as in fine-tuning with the statistics of batch normalization
-    for step in range(2, 6):
-        train(model, optimizer, comm.rank, step)
+    train(model, optimizer, comm.rank, range(2, 6))
     with pytest.raises(UsageError, match=r"no tensor with a batch dimension in 10 steps"):
-        train(model, optimizer, comm.rank, 6)
+        train(model, optimizer, comm.rank, [6])
     for step in range(20, 40):
         optimizer.set_weight(4)
-        train(model, optimizer, comm.rank, step)
+        train(model, optimizer, comm.rank, [step])
 
 
 # ---- what is not finite ----
@@ -410,8 +405,7 @@ def test_parameters_may_come_later(comm) -> None:
     inner = torch.optim.SGD(model[2].parameters(), 0.1)
     schedule = DiLoCo(16)
     optimizer = create_multi_node_optimizer(inner, comm, model, schedule=schedule)
-    for step in range(3):
-        train(model, optimizer, comm.rank, step)
+    train(model, optimizer, comm.rank, range(3))
     state = {a: dict(s) for a, s in schedule.outer.state.items()}
     optimizer.add_param_group({"params": list(model[0].parameters())})
     assert different_tensors(comm, [model]) == []
@@ -419,8 +413,7 @@ def test_parameters_may_come_later(comm) -> None:
     assert state
     assert all(schedule.outer.state[a]["momentum_buffer"] is not None for a in state)
     before = values(model[0])
-    for step in range(2):
-        train(model, optimizer, comm.rank, step)
+    train(model, optimizer, comm.rank, range(2))
     assert different_tensors(comm, [model]) == []
     assert not equal(values(model[0]), before)
 
@@ -429,7 +422,7 @@ def test_parameters_may_come_later(comm) -> None:
 def test_buffers_stay_the_ranks_own(comm) -> None:
     model = nn.Sequential(mlp(), nn.BatchNorm1d(3, dtype=torch.float64))
     optimizer = create_multi_node_optimizer(sgd(model), comm, model, schedule=PeriodicAverage(8))
-    train(model, optimizer, comm.rank, 0)
+    train(model, optimizer, comm.rank, [0])
     assert different_tensors(comm, [model]) == ["1.running_mean", "1.running_var"]
 
 
@@ -443,12 +436,10 @@ def test_frozen_parameters_are_exchanged_too(comm) -> None:
         momentum(model), comm, model, schedule=PeriodicAverage(16)
     )
     frozen = values(model[0])
-    for step in range(2):
-        train(model, optimizer, comm.rank, step)
+    train(model, optimizer, comm.rank, range(2))
     assert equal(values(model[0]), frozen)
     model[0].requires_grad_(True)
-    for step in range(2):
-        train(model, optimizer, comm.rank, step)
+    train(model, optimizer, comm.rank, range(2))
     assert not equal(values(model[0]), frozen)
     assert different_tensors(comm, [model]) == []
 

@@ -15,10 +15,9 @@ from tests.unit.exchange.schedules.local_updates.runs import (
     momentum,
     sgd,
     simulate,
-    train,
     wrap,
 )
-from tests.unit.models import equal, near, values
+from tests.unit.models import equal, near, train, values
 from torchmn.cluster import Topology
 from torchmn.errors import UsageError
 from torchmn.exchange.schedules import BlockMomentum
@@ -66,8 +65,7 @@ def test_equals_cntk(
     def rank_main(comm):
         schedule = BlockMomentum(block_size, constant, nesterov, resets, blr)
         model, optimizer = wrap(comm, schedule, momentum)
-        for step in range(8):
-            train(model, optimizer, comm.rank, step)
+        train(model, optimizer, comm.rank, range(8))
         return values(model)
 
     expected = simulate(
@@ -87,8 +85,7 @@ def test_the_exponent_is_of_the_samples_of_all() -> None:
 
     def rank_main(comm):
         model, optimizer = wrap(comm, BlockMomentum(16), sgd)
-        for step in range(6):
-            train(model, optimizer, comm.rank, step, sizes[comm.rank][0])
+        train(model, optimizer, comm.rank, range(6), sizes[comm.rank][0])
         return values(model)
 
     expected = simulate(2, [sizes] * 3, Cntk(2, 16, None, True, 1.0))[-1]
@@ -102,8 +99,7 @@ def test_an_empty_block_is_skipped(comm) -> None:
     """CNTK's exponent of no samples was a momentum of one: a step by twice the last."""
 
     model, optimizer = wrap(comm, BlockMomentum(8))
-    for step in range(4):
-        train(model, optimizer, comm.rank, step)
+    train(model, optimizer, comm.rank, range(4))
     before, state = values(model), optimizer.schedule.state_dict()["outer"]
     for _ in range(3):
         optimizer.flush()
@@ -118,7 +114,7 @@ def test_an_empty_block_is_skipped(comm) -> None:
 def test_first_moments_are_reset(comm, inner, name: str, resets: bool) -> None:
     schedule = BlockMomentum(8, reset_sgd_momentum_after_aggregation=resets)
     model, optimizer = wrap(comm, schedule, inner)
-    train(model, optimizer, comm.rank, 0)
+    train(model, optimizer, comm.rank, [0])
     for parameter in model.parameters():
         state = optimizer.state[parameter]
         assert bool(state[name].any()) is not resets

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from tests.ranks import on_ranks
-from tests.unit.exchange.schedules.local_updates.runs import adam, sgd, train
-from tests.unit.models import batch, equal, loss_of, mlp, near, values
+from tests.unit.exchange.schedules.local_updates.runs import adam, sgd
+from tests.unit.models import batch, equal, loss_of, mlp, near, train, values
 from torchmn import create_multi_node_optimizer
 from torchmn.comm import Communicator
 from torchmn.errors import UnsupportedError
@@ -53,8 +53,7 @@ def test_the_numbers_are_those_without_frozen_parameters_in_the_optimizer(
         optimizer = create_multi_node_optimizer(
             adam(given), comm, model, schedule=make(16, **options)
         )
-        for step in range(9):
-            train(model, optimizer, comm.rank, step)
+        train(model, optimizer, comm.rank, range(9))
         anchors = list(optimizer.schedule.anchors)
         optimizer.flush()
         return anchors, values(model)
@@ -77,15 +76,12 @@ def test_unfrozen_parameters_are_exchanged_from_the_next_step_on(
     model, optimizer = wrap(comm, make(24, **options), codec="int8")
     first = values(model)[:2]
     sizes = (3, 5)[comm.rank]
-    for step in range(5):
-        train(model, optimizer, comm.rank, step, sizes)
+    train(model, optimizer, comm.rank, range(5), sizes)
     assert equal(values(model)[:2], first)
     model[0].requires_grad_(True)
-    for step in range(5, 12):
-        train(model, optimizer, comm.rank, step, sizes)
+    train(model, optimizer, comm.rank, range(5, 12), sizes)
     model[0].requires_grad_(False)  # what was learned is exchanged all the same
-    for step in range(12, 15):
-        train(model, optimizer, comm.rank, step, sizes)
+    train(model, optimizer, comm.rank, range(12, 15), sizes)
     assert list(optimizer.schedule.anchors) == [*FIRST, *LAST]
     optimizer.flush()
     assert different_tensors(comm, [model]) == []
@@ -96,7 +92,7 @@ def test_a_block_after_unfreezing_is_the_mean_of_the_ranks() -> None:
     def rank_main(comm: Communicator) -> Any:
         model, optimizer = wrap(comm, PeriodicAverage(8))
         for step in range(3):  # blocks of one step
-            train(model, optimizer, comm.rank, step)
+            train(model, optimizer, comm.rank, [step])
         model[0].requires_grad_(True)
         before = values(model)
         optimizer.zero_grad()
@@ -141,10 +137,9 @@ def test_a_state_of_after_unfreezing_is_loaded_where_all_is_frozen_still(
     """A script resumes before the lines that unfreeze: the same bits as without a break."""
 
     model, optimizer = wrap(comm, DiLoCo(24, **options))
-    train(model, optimizer, comm.rank, 0)
+    train(model, optimizer, comm.rank, [0])
     model[0].requires_grad_(True)
-    for step in range(1, 6):
-        train(model, optimizer, comm.rank, step)
+    train(model, optimizer, comm.rank, range(1, 6))
     state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     again, resumed = wrap(comm, DiLoCo(24, **options))
     outer = resumed.schedule.outer
@@ -153,8 +148,8 @@ def test_a_state_of_after_unfreezing_is_loaded_where_all_is_frozen_still(
     again[0].requires_grad_(True)
     assert resumed.schedule.outer is not outer  # of more anchors
     for step in range(6, 12):
-        train(model, optimizer, comm.rank, step)
-        train(again, resumed, comm.rank, step)
+        train(model, optimizer, comm.rank, [step])
+        train(again, resumed, comm.rank, [step])
     optimizer.flush()
     resumed.flush()
     assert equal(values(model), values(again))
@@ -164,9 +159,9 @@ def test_unfreezing_inside_of_join_is_refused() -> None:
     def rank_main(comm: Communicator) -> None:
         model, optimizer = wrap(comm, PeriodicAverage(16))
         with optimizer.join():
-            train(model, optimizer, comm.rank, 0)
+            train(model, optimizer, comm.rank, [0])
             model[0].requires_grad_(True)
-            train(model, optimizer, comm.rank, 1)
+            train(model, optimizer, comm.rank, [1])
 
     with pytest.raises(UnsupportedError, match=r"unfrozen inside of join\(\).*before join\(\)"):
         run_ranks(rank_main, 2)

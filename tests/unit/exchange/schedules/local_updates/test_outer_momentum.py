@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.ranks import on_ranks
-from tests.unit.exchange.schedules.local_updates.runs import set_values, train, wrap
-from tests.unit.models import batch, local_grads, mlp, near, values
+from tests.unit.exchange.schedules.local_updates.runs import set_values, wrap
+from tests.unit.models import batch, local_grads, mlp, near, train, values
 from torchmn.exchange.replicas import different_tensors
 from torchmn.exchange.schedules import BlockMomentum, DiLoCo, PeriodicAverage
 from torchmn.testing import run_ranks
@@ -28,7 +28,7 @@ def test_against_a_simulation_step_by_step(k: int) -> None:
         model, optimizer = wrap(comm, schedule)
         seen = []
         for step in range(12):
-            train(model, optimizer, comm.rank, step)
+            train(model, optimizer, comm.rank, [step])
             seen.append(values(model))
         return seen
 
@@ -84,7 +84,7 @@ def test_anchors_move_by_means_alone(make) -> None:
             model, optimizer = wrap(comm, schedule)
             seen = []
             for step in range(10):
-                train(model, optimizer, comm.rank, step)
+                train(model, optimizer, comm.rank, [step])
                 seen.append([a.clone() for a in schedule.anchors.values()])
             optimizer.flush()
             assert different_tensors(comm, [model]) == []
@@ -130,8 +130,7 @@ def test_an_outer_optimizer_knows_nothing_of_it() -> None:
             model, optimizer = wrap(comm, schedule)
             calls = []
             schedule.outer.register_step_post_hook(lambda *_, calls=calls: calls.append(1))
-            for step in range(9):
-                train(model, optimizer, comm.rank, step)
+            train(model, optimizer, comm.rank, range(9))
             optimizer.flush()
             state = schedule.outer.state_dict()
             numbers = [(each["number"], each["python number"]) for each in state["state"].values()]
@@ -156,8 +155,7 @@ def test_nothing_changes_without_overlap_or_momentum(options) -> None:
                 else PeriodicAverage(16, overlap_steps=1, eager=eager)
             )
             model, optimizer = wrap(comm, schedule)
-            for step in range(9):
-                train(model, optimizer, comm.rank, step)
+            train(model, optimizer, comm.rank, range(9))
             results.append(values(model))
             optimizer.close()
         return results
@@ -170,13 +168,12 @@ def test_nothing_changes_without_overlap_or_momentum(options) -> None:
 def test_a_block_that_is_not_finite_returns_to_its_beginning(comm) -> None:
     schedule = DiLoCo(16, outer=nesterov, overlap_steps=1, eager=True)
     model, optimizer = wrap(comm, schedule, on_nonfinite="ignore")
-    for step in range(7):
-        train(model, optimizer, comm.rank, step)
+    train(model, optimizer, comm.rank, range(7))
     anchors = [a.clone() for a in schedule.anchors.values()]
     if comm.rank == 1:
         with torch.no_grad():
             next(model.parameters()).fill_(float("nan"))
-    train(model, optimizer, comm.rank, 7)
-    train(model, optimizer, comm.rank, 8)
+    train(model, optimizer, comm.rank, [7])
+    train(model, optimizer, comm.rank, [8])
     assert all(torch.isfinite(value).all() for value in values(model))
     assert near(anchors, [a.clone() for a in schedule.anchors.values()])
