@@ -58,10 +58,14 @@ def optimizer_of(
     return create_multi_node_optimizer(inner, comm, model, **options)  # type: ignore[arg-type]
 
 
-def wrap(comm: Communicator, **options: object) -> tuple[nn.Sequential, MultiNodeOptimizer]:
+def wrap(
+    comm: Communicator,
+    make_inner: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
+    **options: object,
+) -> tuple[nn.Sequential, MultiNodeOptimizer]:
     """A small model and the multi-node optimizer that trains it."""
     model = mlp()
-    return model, optimizer_of(comm, model, **options)
+    return model, create_multi_node_optimizer(make_inner(model), comm, model, **options)  # type: ignore[arg-type]
 
 
 def train(

@@ -163,8 +163,7 @@ def test_a_rank_that_skips_its_backward_pass_adds_nothing(schedule: str) -> None
     """Means are those of the ranks that had one, without a word about it from the scripts."""
 
     def rank_main(comm, *, skips):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(sgd(model), comm, model, schedule=schedule)
+        model, optimizer = wrap(comm, schedule=schedule)
         for step in range(4):
             optimizer.zero_grad()
             if skips and comm.rank == 1:

@@ -20,6 +20,7 @@ from tests.unit.models import (
     mlp,
     near,
     values,
+    wrap,
 )
 from torchmn import create_multi_node_optimizer
 from torchmn.cluster import Topology
@@ -42,8 +43,7 @@ def mean_over_ranks(model, size, step=0):
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_accumulation_with_no_sync_is_exact_and_sends_once(world_size: int, name: str) -> None:
     def rank_main(comm):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(sgd(model), comm, model)
+        model, optimizer = wrap(comm, sgd)
         num_before = len(comm.flight_recorder.entries())
         with optimizer.no_sync():
             for step in range(2):
@@ -61,8 +61,7 @@ def test_accumulation_with_no_sync_is_exact_and_sends_once(world_size: int, name
 
 def test_all_passes_under_no_sync_are_exchanged_by_step() -> None:
     def rank_main(comm):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(sgd(model), comm, model)
+        model, optimizer = wrap(comm, sgd)
         with optimizer.no_sync():
             loss_of(model, batch(comm.rank, 0)).backward()
         optimizer.step()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.ranks import on_ranks
-from tests.unit.models import batch, equal, fill, mlp, near, optimizer_of, values
+from tests.unit.models import batch, equal, fill, mlp, near, optimizer_of, values, wrap
 from torchmn import create_multi_node_optimizer
 from torchmn.cluster import Topology
 from torchmn.errors import RankMismatchError, UnknownNameError, UnsupportedError, UsageError
@@ -49,8 +49,7 @@ def train_alone(num_steps: int = NUM_STEPS) -> list[Tensor]:
 
 
 def train(comm, **options: object) -> list[Tensor]:
-    model = mlp()
-    optimizer = create_multi_node_optimizer(sgd(model), comm, model, reduction="sum", **options)
+    model, optimizer = wrap(comm, sgd, reduction="sum", **options)
     for step in range(NUM_STEPS):
         optimizer.zero_grad()
         summed_loss(model, parts(step, SIZES[comm.size])[comm.rank]).backward()
@@ -96,8 +95,7 @@ def test_codecs_lose_of_a_sum_what_they_lose_of_a_mean(codec: str) -> None:
 @pytest.mark.parametrize("steps_between", [False, True])
 @on_ranks(2)
 def test_a_second_exchange_of_a_sum_is_refused_on_all_ranks(comm, steps_between: bool) -> None:
-    model = mlp()
-    optimizer = create_multi_node_optimizer(sgd(model), comm, model, reduction="sum")
+    model, optimizer = wrap(comm, sgd, reduction="sum")
     summed_loss(model, batch(comm.rank, 0)).backward()
     if steps_between:
         optimizer.step()
@@ -107,8 +105,7 @@ def test_a_second_exchange_of_a_sum_is_refused_on_all_ranks(comm, steps_between:
 
 def test_join_adds_the_ranks_that_still_have_data() -> None:
     def joined(comm):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(sgd(model), comm, model, reduction="sum")
+        model, optimizer = wrap(comm, sgd, reduction="sum")
         with optimizer.join():
             for step in range(NUM_STEPS if comm.rank == 0 else 2):
                 optimizer.zero_grad()
@@ -146,8 +143,7 @@ def test_closures_see_the_sum_of_the_losses() -> None:
 
 def test_a_rank_of_weight_zero_adds_nothing() -> None:
     def left_out(comm):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(sgd(model), comm, model, reduction="sum")
+        model, optimizer = wrap(comm, sgd, reduction="sum")
         optimizer.set_weight(float(comm.rank == 0))
         summed_loss(model, batch(comm.rank, 0)).backward()
         return [p.grad.clone() for p in model.parameters()]
@@ -163,8 +159,7 @@ def test_gradients_under_no_sync_keep_their_sum_on_another_number_of_ranks() -> 
     saved: list[dict[str, object]] = []
 
     def begin(comm):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(sgd(model), comm, model, reduction="sum")
+        model, optimizer = wrap(comm, sgd, reduction="sum")
         with optimizer.no_sync():
             summed_loss(model, parts(0, [6, 3])[comm.rank]).backward()
         return optimizer.state_dict()
@@ -172,8 +167,7 @@ def test_gradients_under_no_sync_keep_their_sum_on_another_number_of_ranks() -> 
     saved[:] = run_ranks(begin, 2)
 
     def continue_(comm):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(sgd(model), comm, model, reduction="sum")
+        model, optimizer = wrap(comm, sgd, reduction="sum")
         optimizer.load_state_dict(optimizer.reshard_state_dict(saved, comm))
         summed_loss(model, parts(1, SIZES[comm.size])[comm.rank]).backward()
         return [p.grad.clone() for p in model.parameters()]

@@ -57,8 +57,7 @@ def test_shares_groups_state_and_defaults_with_the_inner_one(comm) -> None:
 
 @on_ranks(1, 2)
 def test_copies_and_pickles_are_refused(comm) -> None:
-    model = mlp()
-    optimizer = create_multi_node_optimizer(momentum(model), comm, model)
+    model, optimizer = wrap(comm, momentum)
     for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(UnsupportedError, match=r"cannot be copied.*state_dict\(\)"):
             duplicate(optimizer)
@@ -98,8 +97,7 @@ def test_a_group_added_later_is_broadcast_and_exchanged(comm, schedule: str):
 
 @on_ranks(2)
 def test_a_group_that_is_not_in_the_model_is_refused_and_not_added(comm) -> None:
-    model = mlp()
-    optimizer = create_multi_node_optimizer(momentum(model), comm, model)
+    model, optimizer = wrap(comm, momentum)
     with pytest.raises(UsageError, match=r"group 1, shape \[2\], is not in the model"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
     assert len(optimizer.param_groups) == 1
@@ -165,10 +163,7 @@ def test_step_on_a_rank_without_backward_counts_as_zeros(schedule: str) -> None:
 def test_a_backward_that_raises_on_all_ranks_may_be_repeated(name: str, schedule, codec) -> None:
     def rank_main(comm, *, raises):
         comm.route.bucket_bytes = 1
-        model = mlp()
-        optimizer = create_multi_node_optimizer(
-            momentum(model), comm, model, schedule=schedule, codec=codec
-        )
+        model, optimizer = wrap(comm, momentum, schedule=schedule, codec=codec)
         for step in range(6):
             optimizer.zero_grad()
             if raises and step % 2:
@@ -198,8 +193,7 @@ def test_a_backward_that_raises_and_is_repeated_on_one_rank_alone_is_named_on_al
     """As after out of memory on one rank. Where there is one set of buckets all may continue."""
 
     comm.route.bucket_bytes = 1
-    model = mlp()
-    optimizer = create_multi_node_optimizer(momentum(model), comm, model, schedule=schedule)
+    model, optimizer = wrap(comm, momentum, schedule=schedule)
     if comm.rank == 1:
         with pytest.raises(ValueError, match="broken layer"):
             loss_of(nn.Sequential(Raises(), *model), batch(comm.rank, 0)).backward()
@@ -227,8 +221,7 @@ def test_a_backward_that_raises_and_is_repeated_on_one_rank_alone_is_named_on_al
 def test_a_backward_that_raises_on_one_rank_ends_the_others_in_time() -> None:
     def rank_main(comm):
         comm.route.bucket_bytes = 1
-        model = mlp()
-        optimizer = create_multi_node_optimizer(momentum(model), comm, model)
+        model, optimizer = wrap(comm, momentum)
         layers = nn.Sequential(Raises(), *model) if comm.rank == 0 else model
         error = ValueError if comm.rank == 0 else CommunicationError
         with pytest.raises(error):
@@ -275,8 +268,7 @@ def test_use_after_finalize_is_an_error_with_the_cure(comm) -> None:
 
 @on_ranks(2)
 def test_close_lets_go_of_the_model(comm):
-    model = mlp()
-    optimizer = create_multi_node_optimizer(momentum(model), comm, model, weight="samples")
+    model, optimizer = wrap(comm, momentum, weight="samples")
     train(model, optimizer, comm.rank, range(2))
     optimizer.close()
     expected = local_grads(model, batch(comm.rank, 2))
