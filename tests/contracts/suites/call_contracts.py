@@ -12,7 +12,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from tests.contracts.suites.communicator_contracts import ContractError, require, seeded
+from tests.contracts.suites.communicator_contracts import (
+    ContractError,
+    contracts_in,
+    require,
+    seeded,
+)
 from torchmn.comm import ANY_SOURCE, ANY_TAG, Communicator, Status
 from torchmn.errors import RankMismatchError, UsageError
 
@@ -206,14 +211,7 @@ def check_subgroup(comm: Communicator) -> None:
     _check_together(comm)
 
 
-CONTRACTS: tuple[Callable[[Communicator], None], ...] = (
-    check_mismatch,
-    check_rejection,
-    check_handles,
-    check_scaling,
-    check_messages,
-    check_subgroup,
-)
+CONTRACTS = contracts_in(globals())
 
 
 def check_all(comm: Communicator) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import torchmn.nn.functions
-from tests.contracts.suites.communicator_contracts import require, seeded
+from tests.contracts.suites.communicator_contracts import contracts_in, require, seeded
 from torchmn.comm import Communicator
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64)
@@ -495,20 +495,7 @@ def check_dropped_graphs(comm: Communicator, f: Any = torchmn.nn.functions) -> N
     )
 
 
-CONTRACTS: Sequence[Callable[..., None]] = (
-    check_collectives,
-    check_dtypes,
-    check_who_requires_a_gradient,
-    check_graphs,
-    check_random_programs,
-    check_chains,
-    check_tuples,
-    check_double_backward,
-    check_retained_graphs,
-    check_checkpointed,
-    check_autocast,
-    check_dropped_graphs,
-)
+CONTRACTS = contracts_in(globals())
 
 
 def check_all(comm: Communicator) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from tests.contracts.suites.communicator_contracts import filled, require, seeded
+from tests.contracts.suites.communicator_contracts import contracts_in, filled, require, seeded
 from torchmn.comm import Communicator
 from torchmn.errors import NonFiniteGradientError
 from torchmn.exchange.optimizer import MultiNodeOptimizer, create_multi_node_optimizer
@@ -255,15 +255,7 @@ def _network() -> nn.Sequential:
     return filled(model)
 
 
-SERVER_CONTRACTS: tuple[Callable[[Communicator, MakeServer], None], ...] = (
-    check_sums,
-    check_flush,
-    check_bound,
-    check_zeros,
-    check_alone,
-    check_state,
-    check_nonfinite,
-)
+SERVER_CONTRACTS = contracts_in(globals())
 
 
 def check_all(comm: Communicator, servers: int | str) -> None:
