@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tests.limits import limit
 from tests.ranks import on_ranks
-from tests.unit.models import batch, loss_of, mlp, near, optimizer_of
+from tests.unit.models import batch, loss_of, near, optimizer_of, wrap
 from torchmn.comm.streams import Deferred, HostStreams
 from torchmn.errors import NonFiniteGradientError, RankMismatchError, UsageError
 from torchmn.testing import run_ranks
@@ -62,13 +62,8 @@ def late(comm):
     return comm
 
 
-def made(comm, model, **options):
-    return optimizer_of(comm, model, **options)
-
-
 def train(comm, *, weights=(1.0,) * NUM_RANKS, num_steps=4, **options) -> list[Tensor]:
-    model = mlp()
-    optimizer = made(comm, model, **options)
+    model, optimizer = wrap(comm, **options)
     for step in range(num_steps):
         optimizer.zero_grad()
         optimizer.set_weight(weights[comm.rank])
@@ -115,10 +110,9 @@ def diverging_step(comm, optimizer, model, *, is_bad: bool) -> None:
 
 
 class TestNotFinite:
-    def test_is_raised_before_the_next_exchange_and_says_that_a_step_was_made(self) -> None:
+    def test_is_raised_before_the_next_exchange_and_says_that_a_step_was_optimizer_of(self) -> None:
         def rank_main(comm):
-            model = mlp()
-            optimizer = made(late(comm), model)
+            model, optimizer = wrap(late(comm))
             diverging_step(comm, optimizer, model, is_bad=comm.rank == 1)
             optimizer.step()
             with pytest.raises(NonFiniteGradientError) as error:
@@ -132,8 +126,7 @@ class TestNotFinite:
 
     def test_is_dropped_where_a_scaler_has_left_the_step_out(self) -> None:
         def rank_main(comm):
-            model = mlp()
-            optimizer = made(late(comm), model)
+            model, optimizer = wrap(late(comm))
             scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
             for is_bad in (comm.rank == 1, False):
                 optimizer.zero_grad()
@@ -149,8 +142,7 @@ class TestNotFinite:
 
     @on_ranks(NUM_RANKS)
     def test_flush_raises_what_the_last_step_has_met(self, comm) -> None:
-        model = mlp()
-        optimizer = made(late(comm), model)
+        model, optimizer = wrap(late(comm))
         diverging_step(comm, optimizer, model, is_bad=comm.rank == 0)
         optimizer.step()
         with pytest.raises(NonFiniteGradientError, match="have taken the step"):
@@ -159,8 +151,7 @@ class TestNotFinite:
 
 @on_ranks(NUM_RANKS)
 def test_weights_of_zero_are_raised_before_the_next_exchange(comm) -> None:
-    model = mlp()
-    optimizer = made(late(comm), model, weight="samples")
+    model, optimizer = wrap(late(comm), weight="samples")
     first = model[0]
     optimizer.zero_grad()
     first.weight.square().sum().backward()  # no forward pass of the model: no samples
@@ -172,7 +163,7 @@ def test_weights_of_zero_are_raised_before_the_next_exchange(comm) -> None:
 def test_a_gradient_that_only_one_rank_has_is_there_on_all() -> None:
     def rank_main(comm):
         model = nn.ModuleDict({"a": nn.Linear(2, 1), "b": nn.Linear(2, 1)})
-        optimizer = made(late(comm), model)
+        optimizer = optimizer_of(late(comm), model)
         loss = model["a"](torch.ones(1, 2)).sum()
         if comm.rank == 0:
             loss = loss + model["b"](torch.ones(1, 2)).sum()
@@ -187,8 +178,7 @@ def test_a_gradient_that_only_one_rank_has_is_there_on_all() -> None:
 
 def test_a_late_rank_beside_clipping_is_noticed_one_step_late() -> None:
     def rank_main(comm):
-        model = mlp()
-        optimizer = made(late(comm), model)
+        model, optimizer = wrap(late(comm))
         if comm.rank != 2:
             loss_of(model, batch(comm.rank, 0)).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
@@ -223,7 +213,7 @@ def test_a_bucket_waits_for_all_streams_of_its_gradients() -> None:
     def rank_main(comm):
         comm.engine.streams = streams = Named()
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-        optimizer = made(comm, model)
+        optimizer = optimizer_of(comm, model)
         for _ in range(2):
             optimizer.zero_grad()
             streams.waits.clear()

@@ -93,7 +93,6 @@ def test_views_of_the_bucket_are_overwritten_by_the_next_pass() -> None:
 @on_ranks(2)
 def test_a_bucket_in_use_by_the_script_gets_new_memory(comm, holder: str):
     """And only then: without it the same memory holds every mean, with no copy."""
-
     model, optimizer = wrap(comm)
     addresses, held, copy = [], None, None
     for step in range(6):

@@ -6,16 +6,15 @@ import pytest
 import torch
 
 from tests.ranks import on_ranks
-from tests.unit.exchange.test_deferred_checks import LateStreams, diverging_step, late, made
-from tests.unit.models import mlp
+from tests.unit.exchange.test_deferred_checks import LateStreams, diverging_step, late
+from tests.unit.models import wrap
 from torchmn.errors import NonFiniteGradientError, UnsupportedError
 from torchmn.testing import run_ranks
 
 
 def test_a_step_waits_for_nothing_and_the_next_one_raises() -> None:
     def rank_main(comm):
-        model = mlp()
-        optimizer = made(late(comm), model)
+        model, optimizer = wrap(late(comm))
         for step in range(3):
             diverging_step(comm, optimizer, model, is_bad=step == 1)
             comm.engine.streams.arrive()
@@ -31,8 +30,7 @@ def test_a_step_waits_for_nothing_and_the_next_one_raises() -> None:
 
 @on_ranks(1)
 def test_flush_looks_at_the_last_step(comm) -> None:
-    model = mlp()
-    optimizer = made(late(comm), model)
+    model, optimizer = wrap(late(comm))
     diverging_step(comm, optimizer, model, is_bad=True)
     optimizer.step()
     with pytest.raises(NonFiniteGradientError, match="at step 0"):
@@ -46,8 +44,7 @@ class Capturing(LateStreams):
 
 @on_ranks(2)
 def test_a_graph_of_several_ranks_is_refused_before_anything_has_begun(comm) -> None:
-    model = mlp()
-    optimizer = made(late(comm), model)
+    model, optimizer = wrap(late(comm))
     usual, comm.engine.streams = comm.engine.streams, Capturing()
     with pytest.raises(UnsupportedError, match="A CUDA graph is being captured"):
         diverging_step(comm, optimizer, model, is_bad=False)
@@ -61,8 +58,7 @@ def test_a_graph_of_several_ranks_is_refused_before_anything_has_begun(comm) -> 
 
 def test_nothing_is_looked_at_while_a_graph_is_captured() -> None:
     def rank_main(comm):
-        model = mlp()
-        optimizer = made(comm, model)
+        model, optimizer = wrap(comm)
         comm.engine.streams = Capturing()
         for _ in range(2):
             diverging_step(comm, optimizer, model, is_bad=True)

@@ -281,7 +281,6 @@ def accumulate(optimizer, model: nn.Module, parts) -> None:
 @on_ranks(2)
 def test_a_last_pass_that_is_left_out_after_others(comm, change: Change):
     """What the script changes is the rank's own gradient then: all ranks refuse it."""
-
     model, optimizer = wrap(comm)
     parts = [batch(comm.rank, 0), batch(comm.rank, 1, size=0 if comm.rank == 1 else 4)]
     accumulate(optimizer, model, parts)
@@ -371,7 +370,6 @@ def test_two_optimizers_of_one_backward_pass_with_batches_of_0_rows() -> None:
 @on_ranks(2)
 def test_two_optimizers_of_one_backward_pass_refuse_late_ranks(comm, skips: bool) -> None:
     """The late rank knows from its last pass that others come in an order of their own."""
-
     model = mlp()
     optimizers = both(comm, model)
     loss_of(model, batch(comm.rank, 0)).backward()
@@ -401,7 +399,6 @@ def test_two_optimizers_of_one_backward_pass_refuse_late_ranks_in_the_first_step
     comm,
 ) -> None:
     """The optimizers of the fold before have had passes, which say nothing about the new ones."""
-
     model = mlp()
     train_both(model, both(comm, model), lambda _: None, 0, 1)
     model = mlp()
@@ -416,7 +413,6 @@ def test_two_optimizers_of_one_backward_pass_refuse_late_ranks_if_one_was_made_l
     comm, late: int
 ) -> None:
     """The pass of the first before says nothing about the next, which may be of both."""
-
     model = mlp()
     optimizers = [optimizer_of(comm, model[0])]
     train_both(model, optimizers, keep, comm.rank, comm.size, num_rows=(4,))
@@ -430,7 +426,6 @@ def test_two_optimizers_of_one_backward_pass_refuse_late_ranks_if_one_was_made_l
 @on_ranks(2)
 def test_an_optimizer_beside_one_that_was_made_later_may_be_late(comm):
     """Once either has had a pass of its own."""
-
     model, other = mlp(), mlp()
     optimizers = [optimizer_of(comm, model), optimizer_of(comm, other)]
     for step in range(3):
@@ -594,7 +589,6 @@ def test_a_rank_that_leaves_backward_out_is_told_once_that_it_counts(schedule: s
 @on_ranks(2)
 def test_a_rank_that_may_leave_backward_out_is_told_nothing(comm, case: str) -> None:
     """Warnings are errors in all tests."""
-
     model = mlp()
     options = {"no batch counted": {"weight": "samples"}, "sum": {"reduction": "sum"}}
     optimizer = optimizer_of(comm, model, **options.get(case, {}))

@@ -19,6 +19,7 @@ from tests.unit.models import (
     loss_of,
     mlp,
     near,
+    sgd,
     values,
     wrap,
 )
@@ -30,10 +31,6 @@ WORLDS = [1, 2, 3, 4]
 ROUTES = ["naive", "flat", "hierarchical"]
 
 
-def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr, momentum=0.9, weight_decay=1e-2)
-
-
 def mean_over_ranks(model, size, step=0):
     parts = [local_grads(model, batch(rank, step)) for rank in range(size)]
     return [sum(column) / size for column in zip(*parts, strict=True)]
@@ -43,7 +40,7 @@ def mean_over_ranks(model, size, step=0):
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_accumulation_with_no_sync_is_exact_and_sends_once(world_size: int, name: str) -> None:
     def rank_main(comm):
-        model, optimizer = wrap(comm, sgd)
+        model, optimizer = wrap(comm)
         num_before = len(comm.flight_recorder.entries())
         with optimizer.no_sync():
             for step in range(2):
@@ -61,7 +58,7 @@ def test_accumulation_with_no_sync_is_exact_and_sends_once(world_size: int, name
 
 def test_all_passes_under_no_sync_are_exchanged_by_step() -> None:
     def rank_main(comm):
-        model, optimizer = wrap(comm, sgd)
+        model, optimizer = wrap(comm)
         with optimizer.no_sync():
             loss_of(model, batch(comm.rank, 0)).backward()
         optimizer.step()

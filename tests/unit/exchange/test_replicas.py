@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.limits import limit
 from tests.ranks import on_ranks
-from tests.unit.models import equal, fill, mlp, values
+from tests.unit.models import equal, fill, mlp, sgd, values
 from torchmn import create_multi_node_optimizer
 from torchmn.comm.collectives import bcast_where_different
 from torchmn.errors import CommunicationError, RankMismatchError, UnsupportedError, UsageError
@@ -21,10 +21,6 @@ from torchmn.exchange import replicas
 from torchmn.exchange.replicas import different_tensors
 from torchmn.exchange.sharded_parameters import ModelMesh
 from torchmn.testing import run_ranks
-
-
-def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr)
 
 
 def messages(build: Callable, world_size: int = 3, **options: Callable) -> list[str]:

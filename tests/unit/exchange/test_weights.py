@@ -34,7 +34,6 @@ from torchmn.testing import run_ranks
 @on_ranks(2)
 def test_samples_do_not_push_gradients_out_of_range(comm, codec: str) -> None:
     """Gradients of 30000 times 64 samples do not fit in float16, but their mean does."""
-
     model = nn.Linear(1, 1, bias=False)
     fill(model)
     optimizer_of(comm, model, codec=codec, weight="samples")
@@ -57,7 +56,6 @@ def test_half_precision_parameters_with_samples(comm) -> None:
 @on_ranks(3, name="hierarchical")
 def test_weights_that_are_zero_everywhere_as_nothing_was_counted(comm, codec: str | None):
     """The same error on all ranks, which may then continue with the next batch."""
-
     model = mlp(dtype=torch.float32)
     optimizer = optimizer_of(comm, model, weight="samples", codec=codec)
     for step in range(4):

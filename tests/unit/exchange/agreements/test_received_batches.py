@@ -336,7 +336,6 @@ def a_forward_pass_that_was_repeated(own: Script) -> None:
 @on_ranks(2, 3, timeout_s=limit(10))
 def test_what_is_right_is_not_refused(comm, script: Callable[[Script], None], schedule: str):
     """The tests make an error of every warning."""
-
     # Parts of different batches have no common weights.
     has_others = script in (different_numbers_in_join, as_many_as_fill_a_step)
     options = {"weight": "rank"} if has_others else {}

@@ -150,7 +150,6 @@ def test_plain_states_and_those_of_other_schedules(comm) -> None:
 @on_ranks(1)
 def test_blocks_saved_at_different_exchanges_are_rejected(comm) -> None:
     """Rank 1 has larger batches and has begun an exchange that rank 0 had not."""
-
     _, optimizer = wrap(comm, schedule=PeriodicAverage(16, num_fragments=2))
     states = [described(optimizer.state_dict()) for _ in range(2)]
     states[1]["torchmn"]["order"]["next"] = 1

@@ -66,7 +66,6 @@ def test_all_ranks_select_the_same_plan_and_report_why(name, nodes, allowed, cap
 @on_ranks(2)
 def test_schedules_that_cannot_work_in_the_script_are_excluded(comm):
     """A GradScaler, and two backward passes for a step: no trial of what cannot work with them."""
-
     auto = Auto(lossy=True, stale=True)
     model, optimizer = wrap(comm, schedule=auto, codec=auto)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)

@@ -13,7 +13,19 @@ from torch import nn
 
 from tests.limits import limit
 from tests.ranks import on_ranks
-from tests.unit.models import batch, equal, grads, local_grads, loss_of, mlp, near, values, wrap
+from tests.unit.models import (
+    batch,
+    equal,
+    grads,
+    local_grads,
+    loss_of,
+    mlp,
+    near,
+    sgd,
+    train,
+    values,
+    wrap,
+)
 from torchmn import create_multi_node_optimizer
 from torchmn.errors import CommunicationError, RankMismatchError, UnsupportedError, UsageError
 from torchmn.testing import run_ranks
@@ -21,23 +33,10 @@ from torchmn.testing import run_ranks
 SCHEDULES = ["every_step", "double_buffering"]
 
 
-def momentum(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr, momentum=0.9, weight_decay=1e-3)
-
-
-def train(model, optimizer, rank, steps, after_step=None):
-    for step in steps:
-        optimizer.zero_grad()
-        loss_of(model, batch(rank, step)).backward()
-        optimizer.step()
-        if after_step is not None:
-            after_step(step)
-
-
 @on_ranks(2)
 def test_shares_groups_state_and_defaults_with_the_inner_one(comm) -> None:
     model = mlp()
-    inner = momentum(model)
+    inner = sgd(model)
     optimizer = create_multi_node_optimizer(inner, comm, model)
     assert isinstance(optimizer, torch.optim.Optimizer)
     assert optimizer.param_groups is inner.param_groups
@@ -57,7 +56,7 @@ def test_shares_groups_state_and_defaults_with_the_inner_one(comm) -> None:
 
 @on_ranks(1, 2)
 def test_copies_and_pickles_are_refused(comm) -> None:
-    model, optimizer = wrap(comm, momentum)
+    model, optimizer = wrap(comm)
     for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(UnsupportedError, match=r"cannot be copied.*state_dict\(\)"):
             duplicate(optimizer)
@@ -67,7 +66,7 @@ def test_copies_and_pickles_are_refused(comm) -> None:
 @on_ranks(1, 2)
 def test_grad_scaler_is_refused_where_gradients_are_late(comm) -> None:
     model = mlp(dtype=torch.float32)
-    optimizer = create_multi_node_optimizer(momentum(model), comm, model, double_buffering=True)
+    optimizer = create_multi_node_optimizer(sgd(model), comm, model, double_buffering=True)
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(loss_of(model, batch(0, 0, dtype=torch.float32))).backward()
     with pytest.raises(UnsupportedError, match=r"GradScaler and double_buffering.*bfloat16"):
@@ -80,7 +79,7 @@ def test_grad_scaler_is_refused_where_gradients_are_late(comm) -> None:
 @on_ranks(3, name="hierarchical")
 def test_a_group_added_later_is_broadcast_and_exchanged(comm, schedule: str):
     model = nn.Sequential(mlp(), mlp())[:1]
-    optimizer = create_multi_node_optimizer(momentum(model), comm, model, schedule=schedule)
+    optimizer = create_multi_node_optimizer(sgd(model), comm, model, schedule=schedule)
     train(model, optimizer, comm.rank, range(2))
     model.append(nn.Linear(3, 2, dtype=torch.float64))
     with torch.no_grad():
@@ -97,7 +96,7 @@ def test_a_group_added_later_is_broadcast_and_exchanged(comm, schedule: str):
 
 @on_ranks(2)
 def test_a_group_that_is_not_in_the_model_is_refused_and_not_added(comm) -> None:
-    model, optimizer = wrap(comm, momentum)
+    model, optimizer = wrap(comm)
     with pytest.raises(UsageError, match=r"group 1, shape \[2\], is not in the model"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
     assert len(optimizer.param_groups) == 1
@@ -107,8 +106,8 @@ def test_a_group_that_is_not_in_the_model_is_refused_and_not_added(comm) -> None
 @on_ranks(2)
 def test_a_group_takes_parameters_over_from_an_older_optimizer(comm):
     model = nn.Sequential(mlp(), nn.Linear(3, 2, dtype=torch.float64))
-    older = create_multi_node_optimizer(momentum(model[0]), comm, model)
-    newer = create_multi_node_optimizer(momentum(model[1]), comm, model)
+    older = create_multi_node_optimizer(sgd(model[0]), comm, model)
+    newer = create_multi_node_optimizer(sgd(model[1]), comm, model)
     newer.add_param_group({"params": model[0].parameters()})
     train(model, newer, comm.rank, range(2))  # each gradient is exchanged once: no warning
     with pytest.raises(UsageError, match="gave its parameters to"):
@@ -120,7 +119,7 @@ def test_a_group_takes_parameters_over_from_an_older_optimizer(comm):
 @on_ranks(2)
 def test_parameters_that_a_script_puts_into_a_group_are_those_of_rank_0(comm, schedule: str):
     model = nn.Sequential(mlp())
-    optimizer = create_multi_node_optimizer(momentum(model), comm, model, schedule=schedule)
+    optimizer = create_multi_node_optimizer(sgd(model), comm, model, schedule=schedule)
     train(model, optimizer, comm.rank, range(2))
     model.append(nn.Linear(3, 2, dtype=torch.float64))
     nn.init.constant_(model[1].weight, comm.rank + 1.0)
@@ -163,7 +162,7 @@ def test_step_on_a_rank_without_backward_counts_as_zeros(schedule: str) -> None:
 def test_a_backward_that_raises_on_all_ranks_may_be_repeated(name: str, schedule, codec) -> None:
     def rank_main(comm, *, raises):
         comm.route.bucket_bytes = 1
-        model, optimizer = wrap(comm, momentum, schedule=schedule, codec=codec)
+        model, optimizer = wrap(comm, schedule=schedule, codec=codec)
         for step in range(6):
             optimizer.zero_grad()
             if raises and step % 2:
@@ -191,9 +190,8 @@ def test_a_backward_that_raises_and_is_repeated_on_one_rank_alone_is_named_on_al
     comm, schedule: str
 ) -> None:
     """As after out of memory on one rank. Where there is one set of buckets all may continue."""
-
     comm.route.bucket_bytes = 1
-    model, optimizer = wrap(comm, momentum, schedule=schedule)
+    model, optimizer = wrap(comm, schedule=schedule)
     if comm.rank == 1:
         with pytest.raises(ValueError, match="broken layer"):
             loss_of(nn.Sequential(Raises(), *model), batch(comm.rank, 0)).backward()
@@ -221,7 +219,7 @@ def test_a_backward_that_raises_and_is_repeated_on_one_rank_alone_is_named_on_al
 def test_a_backward_that_raises_on_one_rank_ends_the_others_in_time() -> None:
     def rank_main(comm):
         comm.route.bucket_bytes = 1
-        model, optimizer = wrap(comm, momentum)
+        model, optimizer = wrap(comm)
         layers = nn.Sequential(Raises(), *model) if comm.rank == 0 else model
         error = ValueError if comm.rank == 0 else CommunicationError
         with pytest.raises(error):
@@ -260,7 +258,7 @@ class _Raise(torch.autograd.Function):
 @on_ranks(2)
 def test_use_after_finalize_is_an_error_with_the_cure(comm) -> None:
     model = mlp()
-    create_multi_node_optimizer(momentum(model), comm, model)
+    create_multi_node_optimizer(sgd(model), comm, model)
     comm.finalize()
     with pytest.raises(CommunicationError, match="was finalized. Create a new one"):
         loss_of(model, batch(comm.rank, 0)).backward()
@@ -268,14 +266,14 @@ def test_use_after_finalize_is_an_error_with_the_cure(comm) -> None:
 
 @on_ranks(2)
 def test_close_lets_go_of_the_model(comm):
-    model, optimizer = wrap(comm, momentum, weight="samples")
+    model, optimizer = wrap(comm, weight="samples")
     train(model, optimizer, comm.rank, range(2))
     optimizer.close()
     expected = local_grads(model, batch(comm.rank, 2))
     optimizer.zero_grad()
     loss_of(model, batch(comm.rank, 2)).backward()
     assert equal(grads(model), expected)  # of this rank alone
-    again = create_multi_node_optimizer(momentum(model), comm, model)
+    again = create_multi_node_optimizer(sgd(model), comm, model)
     train(model, again, comm.rank, range(3))
     assert again.reducer.step == 3
     return values(model)
@@ -284,9 +282,8 @@ def test_close_lets_go_of_the_model(comm):
 @on_ranks(1)
 def test_a_forgotten_optimizer_of_the_inner_class_still_answers(comm) -> None:
     """What only the inner optimizer has is found through ours."""
-
     model = mlp()
-    inner = momentum(model)
+    inner = sgd(model)
     inner.note = "mine"
     optimizer = create_multi_node_optimizer(inner, comm, model)
     assert optimizer.note == "mine"

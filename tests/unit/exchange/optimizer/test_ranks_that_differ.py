@@ -141,7 +141,6 @@ class TestArguments:
     @on_ranks(2)
     def test_different_schedules_and_codecs_are_refused(self, comm, options, text: str) -> None:
         """Ranks whose blocks end at different steps ended with different parameters."""
-
         with pytest.raises(RankMismatchError, match=text):
             wrap(comm, **options(comm.rank))
 

@@ -158,7 +158,6 @@ def test_a_step_that_one_rank_leaves_out_is_refused_on_all(comm) -> None:
 @on_ranks(2)
 def test_what_all_ranks_do_is_no_difference(comm, schedule: str):
     """Steps left out, states loaded, parameters added or changed; ranks that leave their loops."""
-
     model = nn.Sequential(mlp(), nn.Conv1d(1, 2, 1).double()).to(torch.float64)
     model[1].weight.data = torch.ones(2, 1, 1, dtype=torch.float64)
     model[1].bias.data = torch.zeros(2, dtype=torch.float64)

@@ -6,29 +6,24 @@ import threading
 
 import pytest
 import torch
-from torch import nn
 
 from tests.limits import limit
 from tests.ranks import on_ranks
-from tests.unit.models import batch, equal, local_grads, loss_of, mlp, near, values
+from tests.unit.models import (
+    batch,
+    equal,
+    local_grads,
+    loss_of,
+    mlp,
+    near,
+    optimizer_of,
+    train,
+    values,
+    wrap,
+)
 from torchmn import create_multi_node_optimizer
 from torchmn.errors import UnsupportedError, UsageError
 from torchmn.testing import run_ranks
-
-
-def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adam(model.parameters(), 0.01)
-
-
-def make(comm, model, **options):
-    return create_multi_node_optimizer(adam(model), comm, model, double_buffering=True, **options)
-
-
-def train(model, optimizer, rank, steps) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        loss_of(model, batch(rank, step)).backward()
-        optimizer.step()
 
 
 def test_the_exchange_runs_on_after_the_step() -> None:
@@ -36,8 +31,7 @@ def test_the_exchange_runs_on_after_the_step() -> None:
     rank_0_has_stepped = threading.Event()
 
     def rank_main(comm):
-        model = mlp()
-        optimizer = make(comm, model)
+        model, optimizer = wrap(comm, double_buffering=True)
         if comm.rank == 1:
             assert rank_0_has_stepped.wait(timeout=limit(10)), "step() of rank 0 waits for rank 1"
         train(model, optimizer, comm.rank, [0])
@@ -51,11 +45,10 @@ def test_the_exchange_runs_on_after_the_step() -> None:
 
 @on_ranks(2)
 def test_a_pending_gradient_is_not_lost_to_another_schedule(comm) -> None:
-    model = mlp()
-    optimizer = make(comm, model)
+    model, optimizer = wrap(comm, double_buffering=True)
     train(model, optimizer, comm.rank, range(2))
     late = optimizer.state_dict()
-    plain = create_multi_node_optimizer(adam(model), comm, model)
+    plain = optimizer_of(comm, model)
     with pytest.raises(UsageError, match=r"'double_buffering'.*'every_step' would lose.*flush"):
         plain.load_state_dict(late)
     optimizer.flush()
@@ -68,8 +61,7 @@ def test_a_pending_gradient_is_not_lost_to_another_schedule(comm) -> None:
 
 @on_ranks(2)
 def test_two_backward_passes_are_refused_outside_no_sync(comm) -> None:
-    model = mlp()
-    make(comm, model)
+    model, _ = wrap(comm, double_buffering=True)
     loss_of(model, batch(comm.rank, 0)).backward()
     with pytest.raises(UnsupportedError, match=r"Two backward passes.*no_sync\(\)"):
         loss_of(model, batch(comm.rank, 1)).backward()
@@ -77,13 +69,11 @@ def test_two_backward_passes_are_refused_outside_no_sync(comm) -> None:
 
 @on_ranks(2)
 def test_flush_between_backward_and_step_applies_both(comm) -> None:
-    model = mlp()
-    optimizer = make(comm, model)
+    model, optimizer = wrap(comm, double_buffering=True)
     train(model, optimizer, comm.rank, [0])
     loss_of(model, batch(comm.rank, 1)).backward()
     optimizer.flush()
-    twin = mlp()
-    other = make(comm, twin)
+    twin, other = wrap(comm, double_buffering=True)
     train(twin, other, comm.rank, [0, 1])
     other.flush()
     assert equal(values(model), values(twin))

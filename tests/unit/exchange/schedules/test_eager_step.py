@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.ranks import on_ranks
-from tests.unit.models import batch, equal, grads, loss_of, mlp, near, values
+from tests.unit.models import batch, equal, grads, loss_of, mlp, near, train, values
 from torchmn import create_multi_node_optimizer
 from torchmn.errors import PerformanceWarning, UsageError
 from torchmn.exchange.schedules import DoubleBuffering
@@ -49,11 +49,9 @@ def make_eager(comm, model, inner=adam, **options):
     return create_multi_node_optimizer(inner(model), comm, model, schedule=schedule, **options)
 
 
-def train(model, optimizer, rank, steps) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        loss_of(model, batch(rank, step)).backward()
-        optimizer.step()
+def wrap_eager(comm, inner=adam, **options):
+    model = mlp()
+    return model, make_eager(comm, model, inner, **options)
 
 
 def reference(
@@ -108,8 +106,7 @@ def stepped(model, optimizer, gradients, edit: Edit = lambda model: None) -> flo
 
 def trained(comm, steps=6, inner=adam, *, edit=lambda model: None, set_to_none=True, **options):
     """The parameters after flush()."""
-    model = mlp()
-    optimizer = make_eager(comm, model, inner, **options)
+    model, optimizer = wrap_eager(comm, inner, **options)
     for step in range(steps):
         optimizer.zero_grad(set_to_none=set_to_none)
         loss_of(model, batch(comm.rank, step)).backward()
@@ -208,8 +205,7 @@ def test_nothing_is_left_in_the_optimizer(inner) -> None:
 
 @on_ranks(2)
 def test_hooks_of_the_optimizer_see_steps_with_means_alone(comm):
-    model = mlp()
-    optimizer = make_eager(comm, model)
+    model, optimizer = wrap_eager(comm)
     average = torch.optim.swa_utils.AveragedModel(model)
     before, after = [], []
     optimizer.register_step_pre_hook(lambda *_: before.append(grads(model)))
@@ -227,8 +223,7 @@ def test_hooks_of_the_optimizer_see_steps_with_means_alone(comm):
 
 def test_ranks_differ_from_forward_to_the_end_of_backward_alone() -> None:
     def rank_main(comm):
-        model = mlp()
-        optimizer = make_eager(comm, model)
+        model, optimizer = wrap_eager(comm)
         train(model, optimizer, comm.rank, range(3))
         shared = [*values(model), *grads(model)]
         shared += [s["exp_avg"].clone() for s in optimizer.state.values()]
@@ -255,8 +250,7 @@ def test_ranks_differ_from_forward_to_the_end_of_backward_alone() -> None:
 
 def test_a_copy_of_the_model_and_a_replica_check_see_what_ranks_share() -> None:
     def rank_main(comm):
-        model = mlp()
-        optimizer = make_eager(comm, model)
+        model, optimizer = wrap_eager(comm)
         train(model, optimizer, comm.rank, range(3))
         before = values(model)
         model(batch(comm.rank, 3))
@@ -276,8 +270,7 @@ def test_saving_changes_nothing() -> None:
     def rank_main(comm):
         results = []
         for saves in (False, True):
-            model = mlp()
-            optimizer = make_eager(comm, model)
+            model, optimizer = wrap_eager(comm)
             for step in range(5):
                 train(model, optimizer, comm.rank, [step])
                 if saves:
@@ -322,11 +315,9 @@ def test_a_model_that_is_trained_in_eval_or_layer_by_layer(calls, is_training) -
 @on_ranks(2)
 def test_tracing_the_model_changes_nothing(comm) -> None:
     """Without its check, which calls the model as training does."""
-
     results = []
     for is_traced in (False, True):
-        model = mlp()
-        optimizer = make_eager(comm, model)
+        model, optimizer = wrap_eager(comm)
         train(model, optimizer, comm.rank, range(3))
         if is_traced:
             traced = torch.jit.trace(model, batch(comm.rank, 0), check_trace=False)
@@ -340,8 +331,7 @@ def test_tracing_the_model_changes_nothing(comm) -> None:
 
 def test_a_model_that_is_never_called_is_named_in_a_warning() -> None:
     def rank_main(comm):
-        model = mlp()
-        optimizer = make_eager(comm, model)
+        model, optimizer = wrap_eager(comm)
         for step in range(5):
             optimizer.zero_grad()
             hidden = batch(comm.rank, step) @ model[0].weight.T
@@ -396,8 +386,7 @@ def test_a_change_between_forward_and_backward_is_refused(dtype) -> None:
 
 def test_closing_keeps_what_the_script_has_loaded() -> None:
     def rank_main(comm):
-        model = mlp()
-        optimizer = make_eager(comm, model)
+        model, optimizer = wrap_eager(comm)
         train(model, optimizer, comm.rank, range(2))
         shared = values(model)
         model(batch(comm.rank, 2))
@@ -415,8 +404,7 @@ def test_closing_keeps_what_the_script_has_loaded() -> None:
 
 def test_ranks_that_leave_early() -> None:
     def rank_main(comm):
-        model = mlp()
-        optimizer = make_eager(comm, model)
+        model, optimizer = wrap_eager(comm)
         with optimizer.join():
             train(model, optimizer, comm.rank, range(6 - 2 * comm.rank))
         joined = values(model)
@@ -432,8 +420,7 @@ def test_ranks_that_leave_early() -> None:
 
 def test_a_rank_whose_own_gradient_is_not_finite_takes_no_step_with_it() -> None:
     def rank_main(comm):
-        model = mlp()
-        optimizer = make_eager(comm, model, on_nonfinite="ignore")
+        model, optimizer = wrap_eager(comm, on_nonfinite="ignore")
         train(model, optimizer, comm.rank, range(2))
         optimizer.zero_grad()
         loss = loss_of(model, batch(comm.rank, 2))
@@ -448,8 +435,7 @@ def test_a_rank_whose_own_gradient_is_not_finite_takes_no_step_with_it() -> None
 
 def test_a_rank_of_weight_zero_takes_no_step_with_its_gradient() -> None:
     def rank_main(comm):
-        model = mlp()
-        optimizer = make_eager(comm, model)
+        model, optimizer = wrap_eager(comm)
         for step in range(3):
             optimizer.zero_grad()
             optimizer.set_weight(1.0 if comm.rank == 0 else 0.0)

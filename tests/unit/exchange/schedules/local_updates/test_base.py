@@ -285,7 +285,6 @@ def test_a_plain_state_starts_from_scratch(comm) -> None:
 @on_ranks(2)
 def test_steps_whose_samples_are_no_longer_counted_are_refused(comm) -> None:
     """Without samples no block would end, and ranks would train alone to the end of the run."""
-
     model, optimizer = wrap(comm, PeriodicAverage(16))
     for step in range(2):
         train(model, optimizer, comm.rank, [step])
@@ -400,7 +399,6 @@ def test_a_scaler_that_skips_the_last_step_of_the_warmup(comm) -> None:
 @on_ranks(2)
 def test_parameters_may_come_later(comm) -> None:
     """The partial block ends, momenta of the others stay."""
-
     model = mlp()
     inner = torch.optim.SGD(model[2].parameters(), 0.1)
     schedule = DiLoCo(16)
@@ -429,7 +427,6 @@ def test_buffers_stay_the_ranks_own(comm) -> None:
 @on_ranks(2)
 def test_frozen_parameters_are_exchanged_too(comm) -> None:
     """They may become trainable later without any call."""
-
     model = mlp()
     model[0].requires_grad_(False)
     optimizer = create_multi_node_optimizer(

@@ -97,7 +97,6 @@ def test_the_exponent_is_of_the_samples_of_all() -> None:
 @on_ranks(2)
 def test_an_empty_block_is_skipped(comm) -> None:
     """CNTK's exponent of no samples was a momentum of one: a step by twice the last."""
-
     model, optimizer = wrap(comm, BlockMomentum(8))
     train(model, optimizer, comm.rank, range(4))
     before, state = values(model), optimizer.schedule.state_dict()["outer"]

@@ -72,7 +72,6 @@ def test_unfrozen_parameters_are_exchanged_from_the_next_step_on(
     comm: Communicator, make: type[LocalUpdateSchedule], options: dict[str, Any]
 ) -> None:
     """In the middle of a block, on ranks whose blocks end at other steps."""
-
     model, optimizer = wrap(comm, make(24, **options), codec="int8")
     first = values(model)[:2]
     sizes = (3, 5)[comm.rank]
@@ -115,7 +114,6 @@ def test_a_block_after_unfreezing_is_the_mean_of_the_ranks() -> None:
 @on_ranks(2)
 def test_a_frozen_parameter_with_a_gradient_of_the_script_is_exchanged(comm: Communicator) -> None:
     """torch's optimizers change it: they look at the gradient alone."""
-
     model, optimizer = wrap(comm, PeriodicAverage(8))
     first = values(model)[:2]
     for step in range(3):
@@ -135,7 +133,6 @@ def test_a_state_of_after_unfreezing_is_loaded_where_all_is_frozen_still(
     comm: Communicator, options: dict[str, Any]
 ) -> None:
     """A script resumes before the lines that unfreeze: the same bits as without a break."""
-
     model, optimizer = wrap(comm, DiLoCo(24, **options))
     train(model, optimizer, comm.rank, [0])
     model[0].requires_grad_(True)
@@ -170,7 +167,6 @@ def test_unfreezing_inside_of_join_is_refused() -> None:
 @on_ranks(2)
 def test_where_all_are_frozen_all_are_exchanged(comm: Communicator) -> None:
     """Nothing says yet which of them are trained."""
-
     model = mlp().requires_grad_(False)
     optimizer = create_multi_node_optimizer(sgd(model), comm, model, schedule=PeriodicAverage(16))
     assert list(optimizer.schedule.anchors) == [name for name, _ in model.named_parameters()]

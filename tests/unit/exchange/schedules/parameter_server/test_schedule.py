@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.limits import limit
 from tests.ranks import on_ranks
-from tests.unit.models import batch, equal, fill, loss_of, mlp, near, values
+from tests.unit.models import batch, equal, fill, loss_of, mlp, near, train, values
 from torchmn.cluster import Topology
 from torchmn.comm import Communicator, create_communicator
 from torchmn.comm.transports.base import TimeLimit
@@ -36,11 +36,15 @@ def make(
     return create_multi_node_optimizer(inner, comm, model, schedule=schedule, **options)  # type: ignore[arg-type]
 
 
-def train(optimizer: MultiNodeOptimizer, model: nn.Module, rank: int, steps: range) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        loss_of(model, batch(rank, step)).backward()
-        optimizer.step()
+def wrap_server(
+    comm: Communicator,
+    servers: int | str = "all",
+    max_staleness: int | None = None,
+    **options: object,
+) -> tuple[nn.Module, MultiNodeOptimizer]:
+    model = mlp()
+    given = {} if max_staleness is None else {"max_staleness": max_staleness}
+    return model, make(comm, model, ParameterServer(servers, **given), **options)
 
 
 class TestOptions:
@@ -97,7 +101,7 @@ class TestWhatIsRefused:
             optimizer = make(comm, model, ParameterServer(), weight=weight)
             if kind == "set_weight":
                 optimizer.set_weight(3)
-            train(optimizer, model, comm.rank, range(1))
+            train(model, optimizer, comm.rank, range(1))
 
         with pytest.raises(UnsupportedError, match="does not support weights"):
             run_ranks(job, 1)
@@ -108,7 +112,7 @@ class TestWhatIsRefused:
             inner = torch.optim.SGD(model[0].parameters(), 0.1)
             optimizer = create_multi_node_optimizer(inner, comm, model, schedule=ParameterServer())
             optimizer.add_param_group({"params": list(model[2].parameters())})
-            train(optimizer, model, comm.rank, range(1))
+            train(model, optimizer, comm.rank, range(1))
 
         with pytest.raises(UnsupportedError, match="make a new optimizer"):
             run_ranks(job, 1)
@@ -137,7 +141,7 @@ class TestServersOfTheirOwn:
                 assert optimizer.serve()
             else:
                 with optimizer.join():
-                    train(optimizer, model, comm.rank, range(5))
+                    train(model, optimizer, comm.rank, range(5))
             return (
                 optimizer.schedule.traits.serves,
                 values(model),
@@ -254,9 +258,8 @@ class TestWhatUsersDo:
 
     def test_another_number_of_ranks_continues(self) -> None:
         def first(comm: Communicator) -> tuple[dict[str, object], dict[str, object]]:
-            model = mlp()
-            optimizer = make(comm, model, ParameterServer())
-            train(optimizer, model, comm.rank, range(3))
+            model, optimizer = wrap_server(comm)
+            train(model, optimizer, comm.rank, range(3))
             optimizer.flush()
             return model.state_dict(), optimizer.state_dict()
 
@@ -267,7 +270,7 @@ class TestWhatUsersDo:
             optimizer = make(comm, model, ParameterServer(max_staleness=0))
             model.load_state_dict(saved[0])
             optimizer.load_state_dict(saved[1])
-            train(optimizer, model, 0, range(3, 5))
+            train(model, optimizer, 0, range(3, 5))
             return values(model)
 
         def plain() -> list[torch.Tensor]:
@@ -287,7 +290,7 @@ class TestWhatUsersDo:
         def job(comm: Communicator) -> list[torch.Tensor]:
             model = nn.Linear(5, 3, bias=False).double()
             optimizer = make(comm, model, ParameterServer())
-            train(optimizer, model, comm.rank, range(3))
+            train(model, optimizer, comm.rank, range(3))
             optimizer.flush()
             return values(model)
 
@@ -324,16 +327,15 @@ class TestWaiting:
         over = threading.Event()
 
         def job(comm: Communicator) -> None:
-            model = mlp()
-            optimizer = make(comm, model, ParameterServer(1, max_staleness=2))
+            model, optimizer = wrap_server(comm, 1, max_staleness=2)
             if optimizer.schedule.traits.serves:
                 with pytest.raises(TimeLimitError):
                     optimizer.flush()
                 return
-            train(optimizer, model, comm.rank, range(2))
+            train(model, optimizer, comm.rank, range(2))
             if comm.rank == 0:
                 with pytest.raises(TimeLimitError, match=r"rank 1 has made 2 steps"):
-                    train(optimizer, model, comm.rank, range(2, 9))
+                    train(model, optimizer, comm.rank, range(2, 9))
                 over.set()
             else:
                 assert over.wait(limit(30))
@@ -361,9 +363,8 @@ class TestWaiting:
         monkeypatch.setattr(owner, place, failing(getattr(owner, place)))
 
         def job(comm: Communicator) -> str:
-            model = mlp()
-            optimizer = make(comm, model, ParameterServer(1, max_staleness=0))
-            steps = partial(train, optimizer, model, comm.rank, range(50))
+            model, optimizer = wrap_server(comm, 1, max_staleness=0)
+            steps = partial(train, model, optimizer, comm.rank, range(50))
             began = time.monotonic()
             use = optimizer.flush if optimizer.schedule.traits.serves else steps
             with pytest.raises(CommunicationError) as caught:
@@ -380,10 +381,9 @@ class TestWaiting:
         timeout_s = limit(0.5)
 
         def job(comm: Communicator) -> list[torch.Tensor]:
-            model = mlp()
-            optimizer = make(comm, model, ParameterServer())
+            model, optimizer = wrap_server(comm)
             for step in range(8 if comm.rank == 0 else 1):
-                train(optimizer, model, comm.rank, range(step, step + 1))
+                train(model, optimizer, comm.rank, range(step, step + 1))
                 time.sleep(timeout_s / 3)
             began = time.monotonic()
             optimizer.flush()
@@ -399,11 +399,11 @@ class TestWaiting:
             model = mlp()
             optimizer = make(comm, model, schedule := ParameterServer(1, max_staleness=1))
             if comm.rank == 1:
-                train(optimizer, model, comm.rank, range(2))
+                train(model, optimizer, comm.rank, range(2))
                 optimizer.close()
                 return [], set()
             if comm.rank == 0:
-                train(optimizer, model, comm.rank, range(8))
+                train(model, optimizer, comm.rank, range(8))
             optimizer.flush()
             return values(model), schedule.lost
 
@@ -447,26 +447,25 @@ def test_parameters_are_changed_after_flush_only() -> None:
     """Elsewhere the values of the servers would replace the change at the end of the next step."""
 
     def rank_main(comm: Communicator) -> None:
-        model = mlp()
-        optimizer = make(comm, model, ParameterServer())
-        train(optimizer, model, comm.rank, range(2))
+        model, optimizer = wrap_server(comm)
+        train(model, optimizer, comm.rank, range(2))
         with torch.no_grad():
             for parameter in model.parameters():  # as sharpness-aware steps do, and take back
                 parameter.add_(0.3).sub_(0.3)
-        train(optimizer, model, comm.rank, range(2, 4))
+        train(model, optimizer, comm.rank, range(2, 4))
         optimizer.flush()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.clamp_(-0.01, 0.01)
         before = values(model)
         optimizer.param_groups[0]["lr"] = 0.0
-        train(optimizer, model, comm.rank, range(4, 6))
+        train(model, optimizer, comm.rank, range(4, 6))
         if comm.size == 1:
             assert near(values(model), before)
         comm.barrier()  # a rank that ends its training ends that of the others
         model.load_state_dict(mlp(1).state_dict())
         with pytest.raises(UsageError, match=r"changed '0.weight' and 3 more since .*flush"):
-            train(optimizer, model, comm.rank, range(6, 7))
+            train(model, optimizer, comm.rank, range(6, 7))
         with pytest.raises(UsageError, match="has changed '0.weight' and 3 more since"):
             optimizer.flush()
         optimizer.close()
