@@ -11,7 +11,18 @@ import torch
 from torch import nn
 
 from tests.ranks import on_ranks
-from tests.unit.models import batch, equal, loss_of, mlp, near, optimizer_of, sgd, values, wrap
+from tests.unit.models import (
+    batch,
+    equal,
+    local_grads,
+    loss_of,
+    mlp,
+    near,
+    optimizer_of,
+    sgd,
+    values,
+    wrap,
+)
 from torchmn import create_multi_node_optimizer
 from torchmn.cluster import Topology
 from torchmn.errors import CommunicationError, RankMismatchError, ResultWarning, UsageError
@@ -292,30 +303,24 @@ def test_a_last_pass_that_is_left_out_after_others(comm, change: Change):
     return values(model)
 
 
-def test_all_passes_under_no_sync_then_a_change() -> None:
-    def rank_main(comm):
-        model, optimizer = wrap(comm)
-        with optimizer.no_sync():
-            loss_of(model, batch(comm.rank, 0)).backward()
-        clip(model)
-        optimizer.step()
-
-    with pytest.warns(ResultWarning, match="under no_sync"):
-        run_ranks(rank_main, 2)
-
-
 def double(parameter: torch.Tensor) -> None:
     parameter.grad *= 2
 
 
-@on_ranks(2)
-def test_all_passes_under_no_sync_then_a_hook_that_changes_them(comm) -> None:
+def pass_under_no_sync_and_step(comm, change: Change, hook: Callable | None = None) -> None:
     model, optimizer = wrap(comm)
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(double)
+    for parameter in model.parameters() if hook else ():
+        parameter.register_post_accumulate_grad_hook(hook)
     with optimizer.no_sync():
         loss_of(model, batch(comm.rank, 0)).backward()
+    change(model)
     optimizer.step()
+
+
+def test_all_passes_under_no_sync_then_a_change() -> None:
+    with pytest.warns(ResultWarning, match="under no_sync"):
+        run_ranks(partial(pass_under_no_sync_and_step, change=clip), 2)
+    run_ranks(partial(pass_under_no_sync_and_step, change=keep, hook=double), 2)
 
 
 def train_both(
@@ -366,61 +371,39 @@ def test_two_optimizers_of_one_backward_pass_with_batches_of_0_rows() -> None:
             assert near(result, values(alone))
 
 
-@pytest.mark.parametrize("skips", [False, True])
+@pytest.mark.parametrize(
+    ("before", "late", "call"),
+    [
+        ("nothing", 0, "step"),
+        ("a pass of both", 0, "step"),
+        ("a pass of both", 0, "skip_backward"),
+        ("the fold before", 0, "step"),
+        ("a pass of one, when the other was made", 0, "step"),
+        ("a pass of one, when the other was made", 1, "step"),
+    ],
+)
 @on_ranks(2)
-def test_two_optimizers_of_one_backward_pass_refuse_late_ranks(comm, skips: bool) -> None:
-    """The late rank knows from its last pass that others come in an order of their own."""
+def test_two_optimizers_of_one_backward_pass_refuse_late_ranks(
+    comm, before: str, late: int, call: str
+) -> None:
+    """Others come in an order of their own; a pass of other models or of one says nothing."""
     model = mlp()
-    optimizers = both(comm, model)
-    loss_of(model, batch(comm.rank, 0)).backward()
+    if before == "the fold before":
+        train_both(model, both(comm, model), keep, 0, 1)
+        model = mlp()
+    if before.startswith("a pass of one"):
+        optimizers = [optimizer_of(comm, model[0])]
+        train_both(model, optimizers, keep, comm.rank, comm.size, num_rows=(4,))
+        optimizers.append(optimizer_of(comm, model[2]))
+    else:
+        optimizers = both(comm, model)
+    if before == "a pass of both":
+        train_both(model, optimizers, keep, comm.rank, comm.size, num_rows=(8,))
     for optimizer in optimizers:
-        optimizer.step()
         optimizer.zero_grad()
     if comm.rank == 1:
         with pytest.raises(UsageError, match=r"rank 1 of 2.*share a backward pass.*0 rows"):
-            optimizers[0].skip_backward() if skips else optimizers[0].step()
-
-
-def check_is_refused(optimizer) -> None:
-    with pytest.raises(UsageError, match=r"rank 1 of 2.*share a backward pass.*0 rows"):
-        optimizer.step()
-
-
-@on_ranks(2)
-def test_two_optimizers_of_one_backward_pass_refuse_late_ranks_in_the_first_step(comm) -> None:
-    model = mlp()
-    optimizers = both(comm, model)
-    if comm.rank == 1:
-        check_is_refused(optimizers[0])
-
-
-@on_ranks(2)
-def test_two_optimizers_of_one_backward_pass_refuse_late_ranks_in_the_first_step_of_a_fold(
-    comm,
-) -> None:
-    """The optimizers of the fold before have had passes, which say nothing about the new ones."""
-    model = mlp()
-    train_both(model, both(comm, model), lambda _: None, 0, 1)
-    model = mlp()
-    optimizers = both(comm, model)
-    if comm.rank == 1:
-        check_is_refused(optimizers[0])
-
-
-@pytest.mark.parametrize("late", [0, 1])
-@on_ranks(2)
-def test_two_optimizers_of_one_backward_pass_refuse_late_ranks_if_one_was_made_later(
-    comm, late: int
-) -> None:
-    """The pass of the first before says nothing about the next, which may be of both."""
-    model = mlp()
-    optimizers = [optimizer_of(comm, model[0])]
-    train_both(model, optimizers, keep, comm.rank, comm.size, num_rows=(4,))
-    optimizers.append(optimizer_of(comm, model[2]))
-    for optimizer in optimizers:
-        optimizer.zero_grad()
-    if comm.rank == 1:
-        check_is_refused(optimizers[late])
+            getattr(optimizers[late], call)()
 
 
 @on_ranks(2)
@@ -566,23 +549,35 @@ def test_a_rank_that_is_late_when_the_warm_up_ends(after: type, route: str) -> N
     assert equal(first[1], second[1])
 
 
-COUNTS_ZEROS = "rank 1 of 2.*called step\\(\\) without backward(.|\n)*weight 1(.|\n)*set_weight"
+COUNTS_ZEROS = "rank 1 of 3.*called step\\(\\) without backward(.|\n)*weight 1(.|\n)*set_weight"
 
 
 @pytest.mark.parametrize("schedule", ["every_step", "double_buffering", "auto"])
-def test_a_rank_that_leaves_backward_out_is_told_once_that_it_counts(schedule: str) -> None:
+def test_a_rank_that_leaves_backward_out_counts_as_zeros_and_is_told_once(schedule: str) -> None:
     def rank_main(comm):
         model, optimizer = wrap(comm, schedule=schedule)
+        after_one = None
         for step in range(4):
             optimizer.zero_grad()
             if comm.rank != 1 or step % 2:
                 loss_of(model, batch(comm.rank, step)).backward()
             optimizer.step()
+            if step == 0:
+                optimizer.flush()
+                after_one = values(model)
         optimizer.flush()
+        return after_one, values(model)
 
     with pytest.warns(ResultWarning, match=COUNTS_ZEROS) as seen:
-        run_ranks(rank_main, 2)
+        results = run_ranks(rank_main, 3)
     assert len(seen) == 1
+    reference = mlp()
+    parts = [local_grads(reference, batch(rank, 0)) for rank in (0, 2)]
+    means = [(a + b) / 3 for a, b in zip(*parts, strict=True)]
+    expected = [v - 0.1 * g for v, g in zip(values(reference), means, strict=True)]
+    for after_one, after_all in results:
+        assert near(after_one, expected)
+        assert equal(after_all, results[0][1])
 
 
 @pytest.mark.parametrize("case", ["weight 0", "no batch counted", "sum", "all late", "by hand"])
