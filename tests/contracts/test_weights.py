@@ -4,8 +4,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.contracts.broken import schedules
 from tests.contracts.broken import weights as broken
-from tests.contracts.broken.schedules import SmallBlocks
 from tests.contracts.pairs import in_pairs
 from tests.contracts.suites.communicator_contracts import ContractError
 from tests.contracts.suites.schedule_contracts import variants
@@ -80,8 +80,8 @@ def test_nothing_is_lost_whatever_the_weights(data: st.DataObject) -> None:
 # (what is wrong, contract, schedule, codec)
 CAUGHT_BY = [
     (broken.WeighsRanksEqually, check_weighted_means, broken.WeighsRanksEqually, None),
-    (broken.CountsFinishedRanks, check_weighted_join, broken.CountsFinishedRanks, None),
-    (broken.WeighsStepsEqually, check_weighted_blocks, broken.WeighsStepsEqually, None),
+    (schedules.CountsFinishedRanks, check_weighted_join, schedules.CountsFinishedRanks, None),
+    (schedules.WeighsRanksEqually, check_weighted_blocks, schedules.WeighsRanksEqually, None),
     (broken.AppliesFullMomentum, check_parts_of_blocks, broken.AppliesFullMomentum, None),
     (broken.TakesAFullOuterStep, check_parts_of_blocks, broken.TakesAFullOuterStep, None),
     (broken.KeepsAnOldUnit, check_weighted_join, broken.KeepsAnOldUnit, "int4"),
@@ -97,7 +97,7 @@ CAUGHT_BY = [
         for contract, schedule in (
             (check_weighted_means, EveryStep),
             (check_weighted_join, EveryStep),
-            (check_weighted_blocks, SmallBlocks),
+            (check_weighted_blocks, schedules.SmallBlocks),
         )
     ),
 ]  # fmt: skip
@@ -125,4 +125,4 @@ def test_the_broken_ones_begin_with_some_that_are_right(comm) -> None:
         for contract in WEIGHT_CONTRACTS["per_step"]:
             contract(comm, EveryStep, codec)
         for contract in WEIGHT_CONTRACTS["per_block"]:
-            contract(comm, SmallBlocks, codec)
+            contract(comm, schedules.SmallBlocks, codec)

@@ -105,6 +105,17 @@ def local_grads(model: nn.Module, x: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(loss_of(model, x), list(model.parameters())))
 
 
+def mean_grads(model: nn.Module, ranks: Iterable[int], step: int = 0) -> list[Tensor]:
+    """The mean of what `local_grads` gives for each of the ranks."""
+    parts = [local_grads(model, batch(rank, step)) for rank in ranks]
+    return [sum(column) / len(parts) for column in zip(*parts, strict=True)]  # type: ignore[misc]
+
+
+def set_grads(model: nn.Module, gradients: Iterable[Tensor]) -> None:
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        parameter.grad = gradient.clone()
+
+
 def values(model: nn.Module) -> list[Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 

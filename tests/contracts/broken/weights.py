@@ -5,8 +5,6 @@ from __future__ import annotations
 from torchmn.comm.codecs import ErrorFeedback, PowerSGD, Quantized
 from torchmn.exchange.schedules import BlockMomentum, DiLoCo, EveryStep
 
-from .schedules import CountsFinishedRanks, SmallBlocks
-
 
 class KeepsResidualsOfSums(ErrorFeedback):
     """Adds the residual of one sum to the next one, whatever part of its mean that is.
@@ -76,13 +74,6 @@ class WeighsRanksEqually(EveryStep):
         reducer._begin_exchange = begin_with_equal_weights
 
 
-class WeighsStepsEqually(SmallBlocks):
-    """Whatever their samples."""
-
-    def _count_samples(self, num_samples, mean_samples=None):
-        super()._count_samples(4.0)
-
-
 class AppliesFullMomentum(BlockMomentum):
     """Takes a part of a block for a small block of its own: its momentum is that of a full one."""
 
@@ -101,16 +92,3 @@ class TakesAFullOuterStep(DiLoCo):
 
     def partial_outer_step(self, pseudo_gradients, part):
         self.outer_step(pseudo_gradients, part * self.full_block_size)
-
-
-__all__ = [
-    "AddsResidualsToADiscardedSum",
-    "AppliesFullMomentum",
-    "CountsFinishedRanks",
-    "FactorsResidualsOfSums",
-    "KeepsAnOldUnit",
-    "KeepsResidualsOfSums",
-    "TakesAFullOuterStep",
-    "WeighsRanksEqually",
-    "WeighsStepsEqually",
-]

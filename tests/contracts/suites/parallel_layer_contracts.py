@@ -16,12 +16,7 @@ from tests.contracts.suites.batch_norm_contracts import _require_equal as requir
 from tests.contracts.suites.batch_norm_contracts import drawn
 from tests.contracts.suites.communicator_contracts import contracts_in, require
 from torchmn.comm import Communicator
-from torchmn.nn import (
-    ParallelConv2d,
-    ParallelLinear,
-    gather_state_dict,
-    load_whole_state_dict,
-)
+from torchmn.nn import ParallelConv2d, ParallelLinear, gather_state_dict, load_whole_state_dict
 from torchmn.nn.parallel_layer import Split
 
 SPLITS: tuple[Split, ...] = ("output", "input")

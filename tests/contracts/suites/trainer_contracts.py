@@ -20,6 +20,7 @@ from torchmn.comm import Communicator
 
 Array = npt.NDArray[np.float64]
 MakeTrainer = Callable[..., C.Trainer]
+Contract = Callable[[Communicator, MakeTrainer], None]
 
 INPUTS, OUTPUTS = 3, 2
 RATE, TIME_CONSTANT = 0.01, 10.0

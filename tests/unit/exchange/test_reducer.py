@@ -15,8 +15,8 @@ from tests.unit.models import (
     equal,
     fill,
     grads,
-    local_grads,
     loss_of,
+    mean_grads,
     mlp,
     near,
     sgd,
@@ -31,11 +31,6 @@ WORLDS = [1, 2, 3, 4]
 ROUTES = ["naive", "flat", "hierarchical"]
 
 
-def mean_over_ranks(model, size, step=0):
-    parts = [local_grads(model, batch(rank, step)) for rank in range(size)]
-    return [sum(column) / size for column in zip(*parts, strict=True)]
-
-
 @pytest.mark.parametrize("name", ROUTES)
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_accumulation_with_no_sync_is_exact_and_sends_once(world_size: int, name: str) -> None:
@@ -47,7 +42,7 @@ def test_accumulation_with_no_sync_is_exact_and_sends_once(world_size: int, name
                 loss_of(model, batch(comm.rank, step)).backward()
         assert len(comm.flight_recorder.entries()) == num_before
         loss_of(model, batch(comm.rank, 2)).backward()
-        steps = [mean_over_ranks(model, comm.size, step) for step in range(3)]
+        steps = [mean_grads(model, range(comm.size), step) for step in range(3)]
         assert near(grads(model), [sum(column) for column in zip(*steps, strict=True)])
         return grads(model)
 
@@ -65,7 +60,7 @@ def test_all_passes_under_no_sync_are_exchanged_by_step() -> None:
         assert near(grads(model), expected)
         return values(model)
 
-    expected = mean_over_ranks(mlp(), 2)
+    expected = mean_grads(mlp(), range(2))
     assert equal(*run_ranks(rank_main, 2))
 
 
@@ -92,7 +87,7 @@ def test_hooks_never_block() -> None:
         else:
             assert rank_0_is_through.wait(timeout=limit(10)), "a hook of rank 0 waits for rank 1"
         loss.backward()
-        assert near(grads(model), mean_over_ranks(model, 2))
+        assert near(grads(model), mean_grads(model, range(2)))
         buckets = {e.bucket for e in comm.flight_recorder.entries() if e.step == 0}
         assert buckets == {0, 1, 2, 3}
 
@@ -169,4 +164,4 @@ def test_a_model_without_anything_to_train(comm) -> None:
     assert equal(values(model), before)
     model.requires_grad_(True)
     loss_of(model, batch(comm.rank, 0)).backward()
-    assert near(grads(model), mean_over_ranks(model, comm.size))
+    assert near(grads(model), mean_grads(model, range(comm.size)))

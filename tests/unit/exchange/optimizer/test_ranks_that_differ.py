@@ -17,6 +17,7 @@ from tests.unit.models import (
     grads,
     local_grads,
     loss_of,
+    mean_grads,
     mlp,
     near,
     optimizer_of,
@@ -44,11 +45,6 @@ from torchmn.exchange.schedules import (
     Warmup,
 )
 from torchmn.testing import run_ranks
-
-
-def mean_of_ranks(model, step, num_ranks=2):
-    found = [local_grads(model, batch(rank, step)) for rank in range(num_ranks)]
-    return [torch.stack(parts).mean(0) for parts in zip(*found, strict=True)]
 
 
 class TestFlags:
@@ -150,7 +146,10 @@ class TestUnsynced:
         def rank_main(comm):
             model, optimizer = wrap(comm)
             expected = [
-                a + b for a, b in zip(mean_of_ranks(model, 0), mean_of_ranks(model, 1), strict=True)
+                a + b
+                for a, b in zip(
+                    mean_grads(model, range(2), 0), mean_grads(model, range(2), 1), strict=True
+                )
             ]
             loss_of(model, batch(comm.rank, 0)).backward()
             with optimizer.no_sync():
@@ -176,7 +175,7 @@ class TestUnsynced:
     @on_ranks(2)
     def test_what_is_frozen_after_a_pass_under_no_sync_is_exchanged(self, comm) -> None:
         model, optimizer = wrap(comm)
-        first, both = mean_of_ranks(model, 0), mean_of_ranks(model, 1)
+        first, both = mean_grads(model, range(2), 0), mean_grads(model, range(2), 1)
         with optimizer.no_sync():
             loss_of(model, batch(comm.rank, 0)).backward()
         model[0].requires_grad_(False)
@@ -195,7 +194,7 @@ class TestOneOptimizerPerParameter:
         newer = create_multi_node_optimizer(adam, comm, model)
         newer.zero_grad()
         loss_of(model, batch(comm.rank, 2)).backward()
-        assert near(grads(model), mean_of_ranks(model, 2))
+        assert near(grads(model), mean_grads(model, range(2), 2))
         newer.step()
         with pytest.raises(UsageError, match=r"SGD .*gave its parameters to .* Adam"):
             older.step()
@@ -214,7 +213,7 @@ class TestOneOptimizerPerParameter:
             optimizer = optimizer_of(comm, model)
             optimizer.zero_grad()
             loss_of(model, batch(comm.rank, 0)).backward()
-            assert near(grads(model), mean_of_ranks(model, 0))
+            assert near(grads(model), mean_grads(model, range(2), 0))
 
         run_ranks(rank_main, 2)
 

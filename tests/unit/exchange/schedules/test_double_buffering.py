@@ -17,6 +17,7 @@ from tests.unit.models import (
     mlp,
     near,
     optimizer_of,
+    set_grads,
     train,
     values,
     wrap,
@@ -132,8 +133,7 @@ def test_a_model_is_converted_while_a_mean_is_late(comm, as_view: bool) -> None:
         late = [sum(column) / comm.size for column in zip(*parts, strict=True)]
     model.double()
     optimizer.flush()
-    for parameter, mean in zip(reference.double().parameters(), late, strict=True):
-        parameter.grad = mean.double()
+    set_grads(reference.double(), [mean.double() for mean in late])
     sgd.step()
     assert near(values(model), values(reference), 1e-6)
 

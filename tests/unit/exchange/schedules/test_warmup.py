@@ -17,6 +17,7 @@ from tests.unit.models import (
     loss_of,
     mlp,
     near,
+    set_grads,
     train,
     values,
 )
@@ -56,8 +57,7 @@ def test_every_step_then_blocks_against_a_simulation(size: int) -> None:
         if step < 2:
             gradients = [mean_of(gradients)] * size
         for model, inner, own in zip(models, inners, gradients, strict=True):
-            for parameter, gradient in zip(model.parameters(), own, strict=True):
-                parameter.grad = gradient.clone()
+            set_grads(model, own)
             inner.step()
         if step in (4, 7):
             mean = mean_of([values(model) for model in models])

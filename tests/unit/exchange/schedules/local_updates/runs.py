@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from tests.unit.models import batch, local_grads, mlp, values
+from tests.unit.models import batch, local_grads, mlp, set_grads, values
 from torchmn import create_multi_node_optimizer
 from torchmn.comm import Communicator
 from torchmn.exchange.optimizer import MultiNodeOptimizer
@@ -52,10 +52,7 @@ class Worker:
 
     def train(self, size: int) -> None:
         x = batch(self.rank, self.step, size)
-        for parameter, grad in zip(
-            self.model.parameters(), local_grads(self.model, x), strict=True
-        ):
-            parameter.grad = grad
+        set_grads(self.model, local_grads(self.model, x))
         self.inner.step()
         self.num_samples += size
         self.step += 1

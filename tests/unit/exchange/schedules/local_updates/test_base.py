@@ -12,21 +12,17 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.limits import limit
 from tests.ranks import on_ranks
-from tests.unit.exchange.schedules.local_updates.runs import (
-    adam,
-    momentum,
-    set_values,
-    sgd,
-    wrap,
-)
+from tests.unit.exchange.schedules.local_updates.runs import adam, momentum, set_values, sgd, wrap
 from tests.unit.models import (
     OfObject,
     batch,
     equal,
     local_grads,
     loss_of,
+    mean_grads,
     mlp,
     near,
+    set_grads,
     train,
     values,
 )
@@ -189,10 +185,7 @@ def test_every_step_within_the_node(nodes: list[int], k: int) -> None:
     inners = [momentum(model) for model in models]
     for step in range(6):
         for node, (model, inner) in enumerate(zip(models, inners, strict=True)):
-            ranks = topology.nodes[node]
-            parts = [local_grads(model, batch(rank, step)) for rank in ranks]
-            for parameter, column in zip(model.parameters(), zip(*parts, strict=True), strict=True):
-                parameter.grad = sum(column) / len(ranks)
+            set_grads(model, mean_grads(model, topology.nodes[node], step))
             inner.step()
         if step % 3 == 2:
             mean = [
@@ -241,8 +234,7 @@ def test_loops_within_the_node_are_weighted_by_samples() -> None:
     for step in range(3):
         here = [0, 1] if step == 0 else [1]
         for model, ranks in zip(models, (here, [2]), strict=True):
-            parts = [local_grads(model, batch(rank, step)) for rank in ranks]
-            mean = [sum(column) / len(ranks) for column in zip(*parts, strict=True)]
+            mean = mean_grads(model, ranks, step)
             set_values(model, [p - 0.1 * g for p, g in zip(values(model), mean, strict=True)])
     expected = [
         (16 * a + 12 * b) / 28 for a, b in zip(*(values(model) for model in models), strict=True)

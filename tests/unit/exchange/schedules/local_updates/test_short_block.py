@@ -8,12 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.unit.exchange.schedules.local_updates.runs import (
-    adam,
-    sgd,
-    simulate,
-    wrap,
-)
+from tests.unit.exchange.schedules.local_updates.runs import adam, sgd, simulate, wrap
 from tests.unit.models import near, train, values
 from torchmn.exchange.schedules import DiLoCo, LocalUpdateSchedule
 from torchmn.exchange.schedules.local_updates.fragments import PseudoGradient

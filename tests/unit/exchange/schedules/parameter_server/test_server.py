@@ -12,12 +12,7 @@ from torch import Tensor, nn
 
 from tests.limits import limit
 from torchmn.errors import PeerLostError, TimeLimitError
-from torchmn.exchange.schedules.parameter_server.server import (
-    _TRAINS,
-    Reply,
-    ShardServer,
-    Update,
-)
+from torchmn.exchange.schedules.parameter_server.server import _TRAINS, Reply, ShardServer, Update
 from torchmn.exchange.schedules.parameter_server.shards import ShardMemory
 
 BEGIN = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)
