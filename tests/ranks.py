@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from torchmn.cluster import Topology
 from torchmn.testing import run_ranks
 
 
@@ -36,6 +37,12 @@ def on_ranks(*sizes: int, **options: Any) -> Callable[[Callable[..., Any]], Call
         return pytest.mark.parametrize("world_size", sizes)(run) if len(sizes) > 1 else run
 
     return decorate
+
+
+def run_placed(placement: tuple[Any, Topology], function: Callable[..., Any]) -> list[Any]:
+    """Run ``function(comm)`` on the ranks of a placement: the name of a route, and hosts."""
+    name, topology = placement
+    return run_ranks(function, topology.size, name=name, topology=topology)
 
 
 def same(one: Any, other: Any) -> bool:

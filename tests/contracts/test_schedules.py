@@ -17,7 +17,7 @@ from tests.contracts.suites.schedule_contracts import (
 )
 from tests.limits import limit
 from tests.mpi_pool import MpiPool
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, run_placed
 from torchmn.cluster import Topology
 from torchmn.comm.codecs import CODECS
 from torchmn.comm.create import ROUTES
@@ -72,13 +72,7 @@ CAUGHT_BY = {
     in_pairs(CODECS, PLACEMENTS, SYNCHRONOUS, excluded=[("power_sgd", "2+2")]),
 )
 def test_contracts(schedule: str, codec: str, label: str) -> None:
-    name, topology = PLACEMENTS[label]
-    run_ranks(
-        lambda comm: check_all(comm, schedule, codec),
-        topology.size,
-        name=name,
-        topology=topology,
-    )
+    run_placed(PLACEMENTS[label], lambda comm: check_all(comm, schedule, codec))
 
 
 @pytest.mark.parametrize(
@@ -86,10 +80,7 @@ def test_contracts(schedule: str, codec: str, label: str) -> None:
     in_pairs(OPTION_CONTRACTS, ("1", "1+1", "3", "3+1"), ("float32", "int8")),
 )
 def test_options(option: str, codec: str, label: str) -> None:
-    name, topology = PLACEMENTS[label]
-    run_ranks(
-        lambda comm: check_option(comm, option, codec), topology.size, name=name, topology=topology
-    )
+    run_placed(PLACEMENTS[label], lambda comm: check_option(comm, option, codec))
 
 
 @pytest.mark.mpi

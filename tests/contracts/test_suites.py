@@ -28,6 +28,7 @@ from tests.contracts.suites import (
 from tests.contracts.suites.communicator_contracts import ContractError
 from tests.limits import limit
 from tests.mpi_pool import MpiPool
+from tests.ranks import run_placed
 from torchmn.cluster import Topology
 from torchmn.comm import create
 from torchmn.comm.routes.base import Route
@@ -157,8 +158,7 @@ WRONG = [(name, wrong) for name, suite in SUITES.items() for wrong in suite.caug
 
 @pytest.mark.parametrize(("suite", "label"), PLACED)
 def test_over_gloo(suite: str, label: str) -> None:
-    name, topology = SUITES[suite].placements[label]
-    run_ranks(SUITES[suite].module.check_all, topology.size, name=name, topology=topology)
+    run_placed(SUITES[suite].placements[label], SUITES[suite].module.check_all)
 
 
 @pytest.mark.mpi

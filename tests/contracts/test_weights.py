@@ -17,7 +17,7 @@ from tests.contracts.suites.weight_contracts import (
     check_weighted_join,
     check_weighted_means,
 )
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, run_placed
 from torchmn.cluster import Topology
 from torchmn.comm.codecs import CODECS
 from torchmn.exchange.optimizer.create import SCHEDULES
@@ -42,13 +42,7 @@ PLACEMENTS = {
     in_pairs(CODECS, PLACEMENTS, SYNCHRONOUS, excluded=[("power_sgd", "2+2")]),
 )
 def test_contracts(schedule: str, codec: str, label: str) -> None:
-    name, topology = PLACEMENTS[label]
-    run_ranks(
-        lambda comm: check_all(comm, schedule, codec),
-        topology.size,
-        name=name,
-        topology=topology,
-    )
+    run_placed(PLACEMENTS[label], lambda comm: check_all(comm, schedule, codec))
 
 
 WEIGHTS = st.one_of(

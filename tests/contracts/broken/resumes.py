@@ -158,7 +158,7 @@ INEXACT = {
         partial(LosesUpdatesDuringTheExchange, 24, overlap_steps=2)
     ),
     EndsBlocksLater: in_blocks(EndsBlocksLater, 36),
-    WarmsUpAgain: in_blocks(WarmsUpAgain, 24, PeriodicAverage(36)),
+    WarmsUpAgain: in_blocks(lambda: WarmsUpAgain(24, PeriodicAverage(36))),
     IsNotTheSameAfterSaving: late(IsNotTheSameAfterSaving),
 }
 """With the recipe of a run that shows it; a function returns it."""

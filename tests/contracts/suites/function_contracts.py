@@ -72,6 +72,7 @@ def _scatter_rows(f, comm, x, size, root):
     return [f.scatter(comm, torch.stack([x * (r + 1) for r in range(size)]), root)]
 
 
+REDUCE = {"sum": torch.sum, "mean": torch.mean}
 COLLECTIVES: dict[str, tuple[bool, Callable, Callable]] = {
     # name: (whether shapes may differ, what a rank does, what one process does for that rank)
     "bcast": (True, _bcast, lambda xs, rank, root: [xs[root] * 1]),
@@ -92,12 +93,9 @@ COLLECTIVES: dict[str, tuple[bool, Callable, Callable]] = {
         f"allreduce {op}": (
             False,
             lambda f, comm, x, size, root, op=op: [f.allreduce(comm, x, op)],
-            lambda xs, rank, root, reduce=reduce: [reduce(torch.stack(xs))],
+            lambda xs, rank, root, reduce=reduce: [reduce(torch.stack(xs), 0)],
         )
-        for op, reduce in {
-            "sum": lambda s: s.sum(0),
-            "mean": lambda s: s.mean(0),
-        }.items()
+        for op, reduce in REDUCE.items()
     },
     **{
         f"reduce_scatter {op}": (
@@ -105,16 +103,11 @@ COLLECTIVES: dict[str, tuple[bool, Callable, Callable]] = {
             lambda f, comm, x, size, root, op=op: [
                 f.reduce_scatter(comm, [x * (r + 1) for r in range(size)], op)
             ],
-            lambda xs, rank, root, reduce=reduce: [reduce(torch.stack(xs) * (rank + 1))],
+            lambda xs, rank, root, reduce=reduce: [reduce(torch.stack(xs) * (rank + 1), 0)],
         )
-        for op, reduce in {
-            "sum": lambda s: s.sum(0),
-            "mean": lambda s: s.mean(0),
-        }.items()
+        for op, reduce in REDUCE.items()
     },
 }
-
-
 WITH_ROOT = {"bcast", "gather", "scatter", "scatter rows"}
 
 

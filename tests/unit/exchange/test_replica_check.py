@@ -9,30 +9,16 @@ import pytest
 import torch
 
 import torchmn
-from tests.unit.models import batch, loss_of, mlp
+from tests.unit.models import batch, loss_of, mlp, train, wrap
 from torchmn.errors import RankMismatchError, ResultWarning, UsageError
 from torchmn.exchange.schedules import PeriodicAverage
 from torchmn.testing import run_ranks
 
 
-class Training:
-    def __init__(self, comm: torchmn.Communicator, **options: Any) -> None:
-        self.comm = comm
-        self.model = mlp()
-        self.inner = torch.optim.SGD(self.model.parameters(), 0.01, momentum=0.9)
-        self.optimizer = torchmn.create_multi_node_optimizer(
-            self.inner, comm, self.model, **options
-        )
-
-    def step(self, number: int) -> None:
-        self.optimizer.zero_grad()
-        loss_of(self.model, batch(self.comm.rank, number)).backward()
-        self.optimizer.step()
-
-    def diverge(self) -> None:
-        """One bit of one element."""
-        with torch.no_grad():
-            self.model[2].bias.view(torch.int64)[0] ^= 1
+def diverge(model: torch.nn.Sequential) -> None:
+    """One bit of one element."""
+    with torch.no_grad():
+        model[2].bias.view(torch.int64)[0] ^= 1
 
 
 SCHEDULES = ["every_step", "double_buffering"]
@@ -42,11 +28,11 @@ SCHEDULES = ["every_step", "double_buffering"]
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_equal_replicas(num_ranks: int, schedule: str) -> None:
     def rank_main(comm: torchmn.Communicator) -> Any:
-        training = Training(comm, schedule=schedule)
-        check = torchmn.ReplicaCheck(comm, training.model, every=2, optimizer=training.optimizer)
+        model, optimizer = wrap(comm, schedule=schedule)
+        check = torchmn.ReplicaCheck(comm, model, every=2, optimizer=optimizer)
         assert str(check.report()) == "replicas were not compared yet"
         for step in range(5):
-            training.step(step)
+            train(model, optimizer, comm.rank, [step])
             check.step_ended()
         return check.report()
 
@@ -58,12 +44,12 @@ def test_equal_replicas(num_ranks: int, schedule: str) -> None:
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_one_flipped_bit_is_named(num_ranks: int) -> None:
     def rank_main(comm: torchmn.Communicator) -> str:
-        training = Training(comm)
-        check = torchmn.ReplicaCheck(comm, training.model, every=3)
+        model, optimizer = wrap(comm)
+        check = torchmn.ReplicaCheck(comm, model, every=3)
         for step in range(6):
-            training.step(step)
+            train(model, optimizer, comm.rank, [step])
             if step == 4 and comm.rank == 1:
-                training.diverge()
+                diverge(model)
             if step < 5:
                 check.step_ended()
         with pytest.raises(RankMismatchError) as caught:
@@ -78,15 +64,15 @@ def test_one_flipped_bit_is_named(num_ranks: int) -> None:
 
 def test_warning_continues_and_the_report_has_gradients_that_were_not_finite() -> None:
     def rank_main(comm: torchmn.Communicator) -> Any:
-        training = Training(comm, on_nonfinite="ignore")
+        model, optimizer = wrap(comm, on_nonfinite="ignore")
         check = torchmn.ReplicaCheck(
-            comm, training.model, every=1, optimizer=training.optimizer, on_difference="warn"
+            comm, model, every=1, optimizer=optimizer, on_difference="warn"
         )
-        training.optimizer.zero_grad()
+        optimizer.zero_grad()
         value = float("nan") if comm.rank == 1 else 1.0
-        (loss_of(training.model, batch(comm.rank, 0)) * value).backward()
+        (loss_of(model, batch(comm.rank, 0)) * value).backward()
         if comm.rank == 1:
-            training.diverge()
+            diverge(model)
         check.step_ended()
         return check.report()
 
@@ -100,15 +86,15 @@ def test_warning_continues_and_the_report_has_gradients_that_were_not_finite() -
 
 def test_replicas_that_differ_by_design_are_not_compared(tmp_path: Path) -> None:
     def rank_main(comm: torchmn.Communicator) -> Any:
-        training = Training(comm, schedule=PeriodicAverage(block_size=1000))
-        check = torchmn.ReplicaCheck(comm, training.model, every=1, optimizer=training.optimizer)
+        model, optimizer = wrap(comm, schedule=PeriodicAverage(block_size=1000))
+        check = torchmn.ReplicaCheck(comm, model, every=1, optimizer=optimizer)
         checkpointer = torchmn.create_multi_node_checkpointer(comm, tmp_path, "run")
         for step in range(2):
-            training.step(step)
+            train(model, optimizer, comm.rank, [step])
             check.step_ended()
-        checkpointer.save(2, {"model": training.model, "optimizer": training.optimizer})
+        checkpointer.save(2, {"model": model, "optimizer": optimizer})
         checkpointer.finish()
-        bare = torchmn.ReplicaCheck(comm, training.model, every=1)
+        bare = torchmn.ReplicaCheck(comm, model, every=1)
         with pytest.raises(RankMismatchError):
             bare.step_ended()
         return check.report()
@@ -120,16 +106,16 @@ def test_replicas_that_differ_by_design_are_not_compared(tmp_path: Path) -> None
 def test_at_each_checkpoint(tmp_path: Path, check_replicas: bool) -> None:
     def rank_main(comm: torchmn.Communicator) -> list[str]:
         warned: list[str] = []
-        training = Training(comm)
-        state = {"model": training.model, "optimizer": training.optimizer}
+        model, optimizer = wrap(comm)
+        state = {"model": model, "optimizer": optimizer}
         checkpointer = torchmn.create_multi_node_checkpointer(
             comm, tmp_path, "run", check_replicas=check_replicas
         )
-        training.step(0)
+        train(model, optimizer, comm.rank, [0])
         checkpointer.save(1, state)
-        training.step(1)
+        train(model, optimizer, comm.rank, [1])
         if comm.rank == 2:
-            training.diverge()
+            diverge(model)
         checkpointer.save(2, state)
         try:
             checkpointer.finish()

@@ -94,51 +94,40 @@ class TestFlags:
         return values(model)
 
 
-class TestArguments:
-    @pytest.mark.parametrize(
-        ("options", "text"),
-        [
-            (
-                lambda rank: {"schedule": PeriodicAverage(16 * (rank + 1))},
-                "'schedule.block_size': rank 0 has 16, rank 1 has 32",
-            ),
-            (
-                lambda rank: {"schedule": DiLoCo(16, num_fragments=rank + 1)},
-                "'schedule.num_fragments': rank 0 has 1, rank 1 has 2",
-            ),
-            (
-                lambda rank: {
-                    "schedule": DiLoCo(16, outer=partial(torch.optim.SGD, lr=0.5 + rank / 4))
-                },
-                "'lr of group 0': rank 0 has 0.5, rank 1 has 0.75",
-            ),
-            (
-                lambda rank: {"schedule": DoubleBuffering(eager=rank == 1)},
-                "'schedule.eager': rank 0 has False, rank 1 has True",
-            ),
-            (
-                lambda rank: {"schedule": Warmup(8, BlockMomentum(16, overlap_steps=rank))},
-                "'schedule.schedule.overlap_steps': rank 0 has 0, rank 1 has 1",
-            ),
-            (
-                lambda rank: {"schedule": ParameterServer(max_staleness=rank)},
-                "'schedule.max_staleness': rank 0 has 0, rank 1 has 1",
-            ),
-            (
-                lambda rank: {"codec": ErrorFeedback(Quantized(8, block_length=512 + 32 * rank))},
-                "'codec.codec.block_length': rank 0 has 512, rank 1 has 544",
-            ),
-            (
-                lambda rank: {"codec": Auto(lossy=rank == 1)},
-                "'schedule': rank 0 has auto among every_step, float32, rank 1 has auto among",
-            ),
-        ],
-    )
-    @on_ranks(2)
-    def test_different_schedules_and_codecs_are_refused(self, comm, options, text: str) -> None:
-        """Ranks whose blocks end at different steps ended with different parameters."""
-        with pytest.raises(RankMismatchError, match=text):
-            wrap(comm, **options(comm.rank))
+ARGUMENTS = {
+    "'schedule.block_size': rank 0 has 16, rank 1 has 32": (
+        lambda rank: {"schedule": PeriodicAverage(16 * (rank + 1))}
+    ),
+    "'schedule.num_fragments': rank 0 has 1, rank 1 has 2": (
+        lambda rank: {"schedule": DiLoCo(16, num_fragments=rank + 1)}
+    ),
+    "'lr of group 0': rank 0 has 0.5, rank 1 has 0.75": (
+        lambda rank: {"schedule": DiLoCo(16, outer=partial(torch.optim.SGD, lr=0.5 + rank / 4))}
+    ),
+    "'schedule.eager': rank 0 has False, rank 1 has True": (
+        lambda rank: {"schedule": DoubleBuffering(eager=rank == 1)}
+    ),
+    "'schedule.schedule.overlap_steps': rank 0 has 0, rank 1 has 1": (
+        lambda rank: {"schedule": Warmup(8, BlockMomentum(16, overlap_steps=rank))}
+    ),
+    "'schedule.max_staleness': rank 0 has 0, rank 1 has 1": (
+        lambda rank: {"schedule": ParameterServer(max_staleness=rank)}
+    ),
+    "'codec.codec.block_length': rank 0 has 512, rank 1 has 544": (
+        lambda rank: {"codec": ErrorFeedback(Quantized(8, block_length=512 + 32 * rank))}
+    ),
+    "'schedule': rank 0 has auto among every_step, float32, rank 1 has auto among": (
+        lambda rank: {"codec": Auto(lossy=rank == 1)}
+    ),
+}
+
+
+@pytest.mark.parametrize("message", ARGUMENTS)
+@on_ranks(2)
+def test_different_schedules_and_codecs_are_refused(comm, message: str) -> None:
+    """Ranks whose blocks end at different steps ended with different parameters."""
+    with pytest.raises(RankMismatchError, match=message):
+        wrap(comm, **ARGUMENTS[message](comm.rank))
 
 
 class TestUnsynced:

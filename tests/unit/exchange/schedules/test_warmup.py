@@ -14,7 +14,6 @@ from tests.unit.models import (
     closure_of,
     equal,
     local_grads,
-    loss_of,
     mlp,
     near,
     set_grads,
@@ -210,12 +209,7 @@ def test_missing_gradients_are_filled_with_zeros(schedule, has_closure: bool, si
             inner, comm, model, schedule=schedule(), zero_fill=True
         )
 
-        def closure():
-            optimizer.zero_grad()
-            loss = loss_of(model, batch(comm.rank, 0, 4))
-            loss.backward()
-            return loss
-
+        closure = closure_of(model, optimizer, batch(comm.rank, 0, 4))
         for _ in range(2):
             if has_closure:
                 optimizer.step(closure)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -351,38 +352,34 @@ def test_a_pending_block_that_is_not_finite_stays_so_in_the_state(comm) -> None:
 # ---- what users do around it ----
 
 
-def test_a_grad_scaler_decides_for_its_rank() -> None:
+def scaled_steps(comm, model, optimizer, overflows: Callable[[int], bool]) -> float:
+    """Four steps with a GradScaler, which leaves out those that overflow; its scale."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(4):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, batch(comm.rank, step))).backward()
+        if overflows(step):
+            model[0].weight.grad[0, 0] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+    return scaler.get_scale()
+
+
+@on_ranks(2)
+def test_a_grad_scaler_decides_for_its_rank(comm) -> None:
     """Rank 1 leaves out its second step; the block ends with its third."""
-
-    def rank_main(comm):
-        model, optimizer = wrap(comm, PeriodicAverage(16))
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        for step in range(4):
-            optimizer.zero_grad()
-            scaler.scale(loss_of(model, batch(comm.rank, step))).backward()
-            if comm.rank == 1 and step == 1:
-                model[0].weight.grad[0, 0] = float("inf")
-            scaler.step(optimizer)
-            scaler.update()
-        assert optimizer.nonfinite == []
-        optimizer.flush()
-        assert different_tensors(comm, [model]) == []
-        return scaler.get_scale()
-
-    assert run_ranks(rank_main, 2) == [8.0, 4.0]
+    model, optimizer = wrap(comm, PeriodicAverage(16))
+    scale = scaled_steps(comm, model, optimizer, lambda step: comm.rank == 1 and step == 1)
+    assert scale == [8.0, 4.0][comm.rank]
+    assert optimizer.nonfinite == []
+    optimizer.flush()
+    assert different_tensors(comm, [model]) == []
 
 
 @on_ranks(2)
 def test_a_scaler_that_skips_the_last_step_of_the_warmup(comm) -> None:
     model, optimizer = wrap(comm, Warmup(16, PeriodicAverage(16)), on_nonfinite="ignore")
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    for step in range(4):
-        optimizer.zero_grad()
-        scaler.scale(loss_of(model, batch(comm.rank, step))).backward()
-        if step == 1:
-            model[0].weight.grad[0, 0] = float("inf")
-        scaler.step(optimizer)
-        scaler.update()
+    scaled_steps(comm, model, optimizer, lambda step: step == 1)
     assert different_tensors(comm, [model]) == []
     assert optimizer.schedule.is_over
     assert optimizer.schedule.schedule.num_samples == 16
@@ -416,54 +413,25 @@ def test_buffers_stay_the_ranks_own(comm) -> None:
     assert different_tensors(comm, [model]) == ["1.running_mean", "1.running_var"]
 
 
+ODD: dict[str, list[torch.Tensor]] = {
+    "channels_last": [torch.ones(2, 3, 3, 3).to(memory_format=torch.channels_last)],
+    "complex": [torch.ones(3, 2, dtype=torch.complex64)],
+    "mixed": [torch.ones(3, dtype=torch.float16), torch.ones(2, 2)],
+    "scalar_and_empty": [torch.ones(()), torch.ones(0, 3), torch.ones(5)],
+}
+
+
+@pytest.mark.parametrize("layout", ODD)
 @on_ranks(2)
-def test_frozen_parameters_are_exchanged_too(comm) -> None:
-    """They may become trainable later without any call."""
-    model = mlp()
-    model[0].requires_grad_(False)
-    optimizer = create_multi_node_optimizer(
-        momentum(model), comm, model, schedule=PeriodicAverage(16)
-    )
-    frozen = values(model[0])
-    train(model, optimizer, comm.rank, range(2))
-    assert equal(values(model[0]), frozen)
-    model[0].requires_grad_(True)
-    train(model, optimizer, comm.rank, range(2))
-    assert not equal(values(model[0]), frozen)
-    assert different_tensors(comm, [model]) == []
-
-
-@pytest.mark.parametrize("layout", ["channels_last", "complex", "mixed", "scalar_and_empty"])
-def test_odd_parameters(layout: str) -> None:
-    shapes = {
-        "channels_last": [(2, 3, 3, 3)],
-        "complex": [(3, 2)],
-        "mixed": [(3,), (2, 2)],
-        "scalar_and_empty": [(), (0, 3), (5,)],
-    }[layout]
-
-    def rank_main(comm):
-        parameters = [nn.Parameter(torch.ones(shape)) for shape in shapes]
-        if layout == "channels_last":
-            parameters = [
-                nn.Parameter(p.detach().to(memory_format=torch.channels_last)) for p in parameters
-            ]
-        if layout == "complex":
-            parameters = [nn.Parameter(p.detach().to(torch.complex64)) for p in parameters]
-        if layout == "mixed":
-            parameters[0] = nn.Parameter(torch.ones(3, dtype=torch.float16))
-        model = nn.ParameterList(parameters)
-        optimizer = create_multi_node_optimizer(
-            sgd(model), comm, model, schedule=DiLoCo(2, outer=lambda p: torch.optim.SGD(p, 1.0))
-        )
-        optimizer.set_weight(1)
-        sum((p * (comm.rank + 1)).abs().sum().float() for p in parameters).backward()
-        optimizer.step()
-        for p in parameters:
-            expected = torch.full_like(p, 1 - 0.1 * 1.5)
-            assert torch.allclose(p, expected, rtol=1e-3), p
-
-    run_ranks(rank_main, 2)
+def test_odd_parameters(comm, layout: str) -> None:
+    model = nn.ParameterList([nn.Parameter(tensor.clone()) for tensor in ODD[layout]])
+    schedule = DiLoCo(2, outer=lambda parameters: torch.optim.SGD(parameters, 1.0))
+    optimizer = create_multi_node_optimizer(sgd(model), comm, model, schedule=schedule)
+    optimizer.set_weight(1)
+    sum((p * (comm.rank + 1)).abs().sum().float() for p in model).backward()
+    optimizer.step()
+    for p in model:
+        assert torch.allclose(p, torch.full_like(p, 1 - 0.1 * 1.5), rtol=1e-3), p
 
 
 # ---- options ----

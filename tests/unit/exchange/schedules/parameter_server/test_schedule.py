@@ -62,72 +62,53 @@ class TestOptions:
 
 
 class TestWhatIsRefused:
-    def refuse(
-        self, world_size: int, schedule: ParameterServer, inner: type = torch.optim.SGD,
-        codec: str | None = None,
-    ) -> None:  # fmt: skip
+    @pytest.mark.parametrize(
+        ("world_size", "servers", "inner", "codec", "text"),
+        [
+            (1, "all", torch.optim.LBFGS, None, "LBFGS"),
+            (2, 2, torch.optim.SGD, None, "leave none to train"),
+            (2, "all", torch.optim.SGD, "int8", "parameter_server has no codec, and int8"),
+        ],
+        ids=["an optimizer that couples parameters", "no rank that trains", "codecs"],
+    )
+    def test_when_it_is_made(self, world_size: int, servers, inner: type, codec, text: str) -> None:
         def job(comm: Communicator) -> None:
             model = mlp()
-            create_multi_node_optimizer(
-                inner(model.parameters(), lr=0.1), comm, model, schedule=schedule, codec=codec
-            )
+            made, schedule = inner(model.parameters(), lr=0.1), ParameterServer(servers)
+            create_multi_node_optimizer(made, comm, model, schedule=schedule, codec=codec)
 
-        run_ranks(job, world_size)
+        with pytest.raises(UnsupportedError, match=text):
+            run_ranks(job, world_size)
 
-    def test_an_optimizer_that_couples_parameters(self) -> None:
-        with pytest.raises(UnsupportedError, match="LBFGS"):
-            self.refuse(1, ParameterServer(), torch.optim.LBFGS)
-
-    def test_no_rank_that_trains(self) -> None:
-        with pytest.raises(UnsupportedError, match="leave none to train"):
-            self.refuse(2, ParameterServer(2))
-
-    def test_codecs(self) -> None:
-        with pytest.raises(UnsupportedError, match="parameter_server has no codec, and int8"):
-            self.refuse(2, ParameterServer(), codec="int8")
-
-    def test_closures(self) -> None:
-        def job(comm: Communicator) -> None:
+    @on_ranks(1)
+    def test_closures(self, comm: Communicator) -> None:
+        with pytest.raises(UnsupportedError, match="workers do not step together"):
             make(comm, mlp(), ParameterServer()).step(lambda: 0.0)
 
-        with pytest.raises(UnsupportedError, match="workers do not step together"):
-            run_ranks(job, 1)
-
     @pytest.mark.parametrize("kind", ["set_weight", "samples"])
-    def test_weights(self, kind: str) -> None:
-        def job(comm: Communicator) -> None:
-            model = mlp()
-            weight = "samples" if kind == "samples" else "rank"
-            optimizer = make(comm, model, ParameterServer(), weight=weight)
-            if kind == "set_weight":
-                optimizer.set_weight(3)
-            train(model, optimizer, comm.rank, range(1))
-
+    @on_ranks(1)
+    def test_weights(self, comm: Communicator, kind: str) -> None:
+        model, optimizer = wrap_server(comm, weight="samples" if kind == "samples" else "rank")
+        if kind == "set_weight":
+            optimizer.set_weight(3)
         with pytest.raises(UnsupportedError, match="does not support weights"):
-            run_ranks(job, 1)
-
-    def test_more_parameters(self) -> None:
-        def job(comm: Communicator) -> None:
-            model = mlp()
-            inner = torch.optim.SGD(model[0].parameters(), 0.1)
-            optimizer = create_multi_node_optimizer(inner, comm, model, schedule=ParameterServer())
-            optimizer.add_param_group({"params": list(model[2].parameters())})
             train(model, optimizer, comm.rank, range(1))
 
+    @on_ranks(1)
+    def test_more_parameters(self, comm: Communicator) -> None:
+        model = mlp()
+        inner = torch.optim.SGD(model[0].parameters(), 0.1)
+        optimizer = create_multi_node_optimizer(inner, comm, model, schedule=ParameterServer())
         with pytest.raises(UnsupportedError, match="make a new optimizer"):
-            run_ranks(job, 1)
+            optimizer.add_param_group({"params": list(model[2].parameters())})
 
-    def test_sparse_gradients(self) -> None:
-        def job(comm: Communicator) -> None:
-            model = nn.Embedding(5, 3, sparse=True)
-            optimizer = create_multi_node_optimizer(
-                torch.optim.SGD(model.parameters(), 0.1), comm, model, schedule=ParameterServer()
-            )
-            model(torch.tensor([1])).sum().backward()
-            optimizer.step()
-
+    @on_ranks(1)
+    def test_sparse_gradients(self, comm: Communicator) -> None:
+        model = nn.Embedding(5, 3, sparse=True)
+        optimizer = make(comm, model, ParameterServer())
+        model(torch.tensor([1])).sum().backward()
         with pytest.raises(UnsupportedError, match=r"'weight' is sparse"):
-            run_ranks(job, 1)
+            optimizer.step()
 
 
 class TestServersOfTheirOwn:
