@@ -9,23 +9,20 @@ from tests.ranks import on_ranks
 from tests.unit.exchange.test_deferred_checks import LateStreams, diverging_step, late
 from tests.unit.models import wrap
 from torchmn.errors import NonFiniteGradientError, UnsupportedError
-from torchmn.testing import run_ranks
 
 
-def test_a_step_waits_for_nothing_and_the_next_one_raises() -> None:
-    def rank_main(comm):
-        model, optimizer = wrap(late(comm))
-        for step in range(3):
-            diverging_step(comm, optimizer, model, is_bad=step == 1)
-            comm.engine.streams.arrive()
-            if step < 2:
-                optimizer.step()
-        assert comm.engine.streams.num_waits == 0
-        with pytest.raises(NonFiniteGradientError, match=r"at step 1 .*have taken the step"):
+@on_ranks(1)
+def test_a_step_waits_for_nothing_and_the_next_one_raises(comm) -> None:
+    model, optimizer = wrap(late(comm))
+    for step in range(3):
+        diverging_step(comm, optimizer, model, is_bad=step == 1)
+        comm.engine.streams.arrive()
+        if step < 2:
             optimizer.step()
-        return [problem.step for problem in optimizer.nonfinite]
-
-    assert run_ranks(rank_main, 1) == [[1]]
+    assert comm.engine.streams.num_waits == 0
+    with pytest.raises(NonFiniteGradientError, match=r"at step 1 .*have taken the step"):
+        optimizer.step()
+    assert [problem.step for problem in optimizer.nonfinite] == [1]
 
 
 @on_ranks(1)
@@ -56,14 +53,12 @@ def test_a_graph_of_several_ranks_is_refused_before_anything_has_begun(comm) -> 
     optimizer.flush()
 
 
-def test_nothing_is_looked_at_while_a_graph_is_captured() -> None:
-    def rank_main(comm):
-        model, optimizer = wrap(comm)
-        comm.engine.streams = Capturing()
-        for _ in range(2):
-            diverging_step(comm, optimizer, model, is_bad=True)
-            optimizer.step()
-        assert comm.engine.streams.events == []
-        return bool(torch.isnan(next(model.parameters())).any())
-
-    assert run_ranks(rank_main, 1) == [True]
+@on_ranks(1)
+def test_nothing_is_looked_at_while_a_graph_is_captured(comm) -> None:
+    model, optimizer = wrap(comm)
+    comm.engine.streams = Capturing()
+    for _ in range(2):
+        diverging_step(comm, optimizer, model, is_bad=True)
+        optimizer.step()
+    assert comm.engine.streams.events == []
+    assert bool(torch.isnan(next(model.parameters())).any())

@@ -103,19 +103,16 @@ def test_a_second_exchange_of_a_sum_is_refused_on_all_ranks(comm, steps_between:
         summed_loss(model, batch(comm.rank, 1)).backward()
 
 
-def test_join_adds_the_ranks_that_still_have_data() -> None:
-    def joined(comm):
-        model, optimizer = wrap(comm, sgd, reduction="sum")
-        with optimizer.join():
-            for step in range(NUM_STEPS if comm.rank == 0 else 2):
-                optimizer.zero_grad()
-                own = parts(step, [5, 4])[comm.rank] if step < 2 else batch(0, step, 9)
-                summed_loss(model, own).backward()
-                optimizer.step()
-        return values(model)
-
-    for result in run_ranks(joined, 2):
-        assert near(result, train_alone())
+@on_ranks(2)
+def test_join_adds_the_ranks_that_still_have_data(comm) -> None:
+    model, optimizer = wrap(comm, sgd, reduction="sum")
+    with optimizer.join():
+        for step in range(NUM_STEPS if comm.rank == 0 else 2):
+            optimizer.zero_grad()
+            own = parts(step, [5, 4])[comm.rank] if step < 2 else batch(0, step, 9)
+            summed_loss(model, own).backward()
+            optimizer.step()
+    assert near(values(model), train_alone())
 
 
 def test_closures_see_the_sum_of_the_losses() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import torchmn
+from tests.ranks import on_ranks
 from tests.unit.models import batch, loss_of, mlp, train, wrap
 from torchmn.errors import RankMismatchError, ResultWarning, UsageError
 from torchmn.exchange.schedules import PeriodicAverage
@@ -25,41 +26,35 @@ SCHEDULES = ["every_step", "double_buffering"]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_equal_replicas(num_ranks: int, schedule: str) -> None:
-    def rank_main(comm: torchmn.Communicator) -> Any:
-        model, optimizer = wrap(comm, schedule=schedule)
-        check = torchmn.ReplicaCheck(comm, model, every=2, optimizer=optimizer)
-        assert str(check.report()) == "replicas were not compared yet"
-        for step in range(5):
-            train(model, optimizer, comm.rank, [step])
+@on_ranks(1, 2, 3, 4)
+def test_equal_replicas(comm: torchmn.Communicator, schedule: str) -> None:
+    model, optimizer = wrap(comm, schedule=schedule)
+    check = torchmn.ReplicaCheck(comm, model, every=2, optimizer=optimizer)
+    assert str(check.report()) == "replicas were not compared yet"
+    for step in range(5):
+        train(model, optimizer, comm.rank, [step])
+        check.step_ended()
+    report = check.report()
+    assert (report.num_checks, report.last_step, report.differences) == (2, 4, ())
+    assert str(report) == "replicas were equal in 2 checks up to step 4"
+
+
+@on_ranks(2, 3, 4)
+def test_one_flipped_bit_is_named(comm: torchmn.Communicator) -> None:
+    model, optimizer = wrap(comm)
+    check = torchmn.ReplicaCheck(comm, model, every=3)
+    for step in range(6):
+        train(model, optimizer, comm.rank, [step])
+        if step == 4 and comm.rank == 1:
+            diverge(model)
+        if step < 5:
             check.step_ended()
-        return check.report()
-
-    for report in run_ranks(rank_main, num_ranks):
-        assert (report.num_checks, report.last_step, report.differences) == (2, 4, ())
-        assert str(report) == "replicas were equal in 2 checks up to step 4"
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_one_flipped_bit_is_named(num_ranks: int) -> None:
-    def rank_main(comm: torchmn.Communicator) -> str:
-        model, optimizer = wrap(comm)
-        check = torchmn.ReplicaCheck(comm, model, every=3)
-        for step in range(6):
-            train(model, optimizer, comm.rank, [step])
-            if step == 4 and comm.rank == 1:
-                diverge(model)
-            if step < 5:
-                check.step_ended()
-        with pytest.raises(RankMismatchError) as caught:
-            check.step_ended()
-        assert check.report().differences[0][0] == 6
-        return str(caught.value)
-
-    for words in run_ranks(rank_main, num_ranks):
-        assert "after step 6 in '2.bias'" in words
-        assert ("rank 1 differs from" if num_ranks > 2 else "with no majority") in words
+    with pytest.raises(RankMismatchError) as caught:
+        check.step_ended()
+    assert check.report().differences[0][0] == 6
+    words = str(caught.value)
+    assert "after step 6 in '2.bias'" in words
+    assert ("rank 1 differs from" if comm.size > 2 else "with no majority") in words
 
 
 def test_warning_continues_and_the_report_has_gradients_that_were_not_finite() -> None:
@@ -134,18 +129,16 @@ def test_at_each_checkpoint(tmp_path: Path, check_replicas: bool) -> None:
         assert warned == [[], [], []]
 
 
-def test_buffers_are_each_ranks_own() -> None:
-    def rank_main(comm: torchmn.Communicator) -> int:
-        model = torch.nn.BatchNorm1d(3)
-        optimizer = torchmn.create_multi_node_optimizer(
-            torch.optim.SGD(model.parameters(), 0.1), comm, model
-        )
-        model.running_mean.fill_(comm.rank)
-        check = torchmn.ReplicaCheck(comm, model, every=1, optimizer=optimizer)
-        check.step_ended()
-        return check.report().num_checks
-
-    assert run_ranks(rank_main, 2) == [1, 1]
+@on_ranks(2)
+def test_buffers_are_each_ranks_own(comm: torchmn.Communicator) -> None:
+    model = torch.nn.BatchNorm1d(3)
+    optimizer = torchmn.create_multi_node_optimizer(
+        torch.optim.SGD(model.parameters(), 0.1), comm, model
+    )
+    model.running_mean.fill_(comm.rank)
+    check = torchmn.ReplicaCheck(comm, model, every=1, optimizer=optimizer)
+    check.step_ended()
+    assert check.report().num_checks == 1
 
 
 @pytest.mark.parametrize(

@@ -248,40 +248,34 @@ def test_ranks_differ_from_forward_to_the_end_of_backward_alone() -> None:
     assert equal(shared[:4], shared[12:16])
 
 
-def test_a_copy_of_the_model_and_a_replica_check_see_what_ranks_share() -> None:
-    def rank_main(comm):
+@on_ranks(2)
+def test_a_copy_of_the_model_and_a_replica_check_see_what_ranks_share(comm) -> None:
+    model, optimizer = wrap_eager(comm)
+    train(model, optimizer, comm.rank, range(3))
+    before = values(model)
+    model(batch(comm.rank, 3))
+    assert not equal(values(model), before)
+    assert equal(values(copy.deepcopy(model)), before)
+    model(batch(comm.rank, 3))
+    assert equal(optimizer.replicated_tensors(), before)
+    model(batch(comm.rank, 3))
+    optimizer.close()
+    assert equal(values(model), before)
+
+
+@on_ranks(2)
+def test_saving_changes_nothing(comm) -> None:
+    results = []
+    for saves in (False, True):
         model, optimizer = wrap_eager(comm)
-        train(model, optimizer, comm.rank, range(3))
-        before = values(model)
-        model(batch(comm.rank, 3))
-        assert not equal(values(model), before)
-        assert equal(values(copy.deepcopy(model)), before)
-        model(batch(comm.rank, 3))
-        assert equal(optimizer.replicated_tensors(), before)
-        model(batch(comm.rank, 3))
-        optimizer.close()
-        return values(model), before
-
-    for after, before in run_ranks(rank_main, 2):
-        assert equal(after, before)
-
-
-def test_saving_changes_nothing() -> None:
-    def rank_main(comm):
-        results = []
-        for saves in (False, True):
-            model, optimizer = wrap_eager(comm)
-            for step in range(5):
-                train(model, optimizer, comm.rank, [step])
-                if saves:
-                    model(batch(comm.rank, step))
-                    optimizer.state_dict()
-            optimizer.flush()
-            results.append(values(model))
-        return results
-
-    for plain, saved in run_ranks(rank_main, 2):
-        assert equal(plain, saved)
+        for step in range(5):
+            train(model, optimizer, comm.rank, [step])
+            if saves:
+                model(batch(comm.rank, step))
+                optimizer.state_dict()
+        optimizer.flush()
+        results.append(values(model))
+    assert equal(*results)
 
 
 @pytest.mark.parametrize("is_training", [True, False])
@@ -384,19 +378,16 @@ def test_a_change_between_forward_and_backward_is_refused(dtype) -> None:
     assert equal(*run_ranks(rank_main, 2))
 
 
-def test_closing_keeps_what_the_script_has_loaded() -> None:
-    def rank_main(comm):
-        model, optimizer = wrap_eager(comm)
-        train(model, optimizer, comm.rank, range(2))
-        shared = values(model)
-        model(batch(comm.rank, 2))
-        with torch.no_grad():
-            model[0].weight.fill_(0.5)
-        optimizer.close()
-        return [torch.full_like(shared[0], 0.5), *shared[1:]], values(model)
-
-    for expected, found in run_ranks(rank_main, 2):
-        assert equal(found, expected)
+@on_ranks(2)
+def test_closing_keeps_what_the_script_has_loaded(comm) -> None:
+    model, optimizer = wrap_eager(comm)
+    train(model, optimizer, comm.rank, range(2))
+    shared = values(model)
+    model(batch(comm.rank, 2))
+    with torch.no_grad():
+        model[0].weight.fill_(0.5)
+    optimizer.close()
+    assert equal(values(model), [torch.full_like(shared[0], 0.5), *shared[1:]])
 
 
 # ---- ranks without an own gradient ----
@@ -419,21 +410,18 @@ def test_ranks_that_leave_early() -> None:
 
 
 @pytest.mark.parametrize("without", ["a finite gradient", "a weight"])
-def test_a_rank_takes_no_step_without(without: str) -> None:
-    def rank_main(comm):
-        model, optimizer = wrap_eager(comm, on_nonfinite="ignore")
-        for step in range(3):
-            optimizer.zero_grad()
-            optimizer.set_weight(0.0 if comm.rank == 1 and without == "a weight" else 1.0)
-            loss = loss_of(model, batch(comm.rank, step))
-            is_bad = comm.rank == 1 and step == 2 and without == "a finite gradient"
-            (loss * (float("nan") if is_bad else 1.0)).backward()
-            optimizer.step()
-        has_own = bool(optimizer.state_dict()["torchmn"]["ahead"])
-        optimizer.close()
-        return has_own
-
-    assert run_ranks(rank_main, 2) == [True, False]
+@on_ranks(2)
+def test_a_rank_takes_no_step_without(comm, without: str) -> None:
+    model, optimizer = wrap_eager(comm, on_nonfinite="ignore")
+    for step in range(3):
+        optimizer.zero_grad()
+        optimizer.set_weight(0.0 if comm.rank == 1 and without == "a weight" else 1.0)
+        loss = loss_of(model, batch(comm.rank, step))
+        is_bad = comm.rank == 1 and step == 2 and without == "a finite gradient"
+        (loss * (float("nan") if is_bad else 1.0)).backward()
+        optimizer.step()
+    assert bool(optimizer.state_dict()["torchmn"]["ahead"]) == (comm.rank == 0)
+    optimizer.close()
 
 
 def test_a_gradient_of_a_pass_that_raised_is_forgotten() -> None:

@@ -74,17 +74,14 @@ def test_every_step_then_blocks_against_a_simulation(size: int) -> None:
     [(EveryStep, [0, 0, 1, 2]), (lambda: PeriodicAverage(16), [0, 0, 0, 1])],
     ids=["every_step", "periodic_average"],
 )
-def test_the_codec_is_used_after_the_warm_up(schedule, expected: list[int]) -> None:
-    def rank_main(comm):
-        model, optimizer = wrap(comm, Warmup(16, schedule()), codec="float16")
-        counts = []
-        for step in range(4):
-            train(model, optimizer, comm.rank, [step])
-            counts.append(num_encoded(comm))
-        return counts
-
-    for counts in run_ranks(rank_main, 2):
-        assert counts == expected
+@on_ranks(2)
+def test_the_codec_is_used_after_the_warm_up(comm, schedule, expected: list[int]) -> None:
+    model, optimizer = wrap(comm, Warmup(16, schedule()), codec="float16")
+    counts = []
+    for step in range(4):
+        train(model, optimizer, comm.rank, [step])
+        counts.append(num_encoded(comm))
+    assert counts == expected
 
 
 @on_ranks(2)
@@ -191,32 +188,25 @@ def test_sums_are_refused_where_ranks_have_own_steps_later(comm) -> None:
         )
 
 
-@pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("has_closure", [False, True])
 @pytest.mark.parametrize(
     "schedule",
     [EveryStep, lambda: Warmup(10**6, EveryStep()), lambda: PeriodicAverage(64)],
     ids=["every_step", "warmup", "periodic_average"],
 )
-def test_missing_gradients_are_filled_with_zeros(schedule, has_closure: bool, size: int) -> None:
+@on_ranks(1, 2)
+def test_missing_gradients_are_filled_with_zeros(comm, schedule, has_closure: bool) -> None:
     """Weight decay then moves a parameter that no loss depends on: 1 * 0.9 * 0.9."""
+    model = mlp()
+    model.unused = torch.nn.Parameter(torch.ones(2, dtype=torch.float64))
+    inner = torch.optim.SGD(model.parameters(), 0.1, weight_decay=1.0)
+    optimizer = create_multi_node_optimizer(inner, comm, model, schedule=schedule(), zero_fill=True)
 
-    def rank_main(comm):
-        model = mlp()
-        model.unused = torch.nn.Parameter(torch.ones(2, dtype=torch.float64))
-        inner = torch.optim.SGD(model.parameters(), 0.1, weight_decay=1.0)
-        optimizer = create_multi_node_optimizer(
-            inner, comm, model, schedule=schedule(), zero_fill=True
-        )
-
-        closure = closure_of(model, optimizer, batch(comm.rank, 0, 4))
-        for _ in range(2):
-            if has_closure:
-                optimizer.step(closure)
-            else:
-                closure()
-                optimizer.step()
-        return model.unused.detach()
-
-    for found in run_ranks(rank_main, size):
-        assert torch.allclose(found, torch.full((2,), 0.81, dtype=torch.float64))
+    closure = closure_of(model, optimizer, batch(comm.rank, 0, 4))
+    for _ in range(2):
+        if has_closure:
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
+    assert torch.allclose(model.unused, torch.full((2,), 0.81, dtype=torch.float64))

@@ -103,30 +103,26 @@ def test_a_state_that_is_taken_back_changes_nothing(make: type[LocalUpdateSchedu
 
 @pytest.mark.parametrize("is_model_first", [True, False])
 @pytest.mark.parametrize("make", SCHEDULES)
+@on_ranks(2)
 def test_a_job_goes_back_to_a_state_of_its_own(
-    make: type[LocalUpdateSchedule], is_model_first: bool
+    comm: Communicator, make: type[LocalUpdateSchedule], is_model_first: bool
 ) -> None:
     """Of model and optimizer, in the middle of a block."""
+    model, optimizer = wrap(comm, make(16))
 
-    def rank_main(comm: Communicator) -> tuple[list[Tensor], list[Tensor]]:
-        model, optimizer = wrap(comm, make(16))
+    def run(num_steps: int) -> list[Tensor]:
+        train(model, optimizer, comm.rank, range(num_steps))
+        return values(model)
 
-        def run(num_steps: int) -> list[Tensor]:
-            train(model, optimizer, comm.rank, range(num_steps))
-            return values(model)
-
-        run(3)
-        saved, state = values(model), copy.deepcopy(optimizer.state_dict())
-        first = run(4)
-        if is_model_first:
-            load(model, saved)
-        optimizer.load_state_dict(state)
-        if not is_model_first:
-            load(model, saved)
-        return first, run(4)
-
-    for first, again in run_ranks(rank_main, 2):
-        assert equal(first, again)
+    run(3)
+    saved, state = values(model), copy.deepcopy(optimizer.state_dict())
+    first = run(4)
+    if is_model_first:
+        load(model, saved)
+    optimizer.load_state_dict(state)
+    if not is_model_first:
+        load(model, saved)
+    assert equal(run(4), first)
 
 
 def test_one_rank_alone_may_not_load() -> None:

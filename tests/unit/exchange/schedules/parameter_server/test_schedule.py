@@ -145,58 +145,54 @@ class TestServersOfTheirOwn:
     ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD",
      "Rprop", "Adafactor"],
 )  # fmt: skip
-def test_every_optimizer_of_torch_runs_at_the_server(kind: str) -> None:
-    def job(comm: Communicator) -> bool:
-        cls = getattr(torch.optim, kind)
-        plain_model, model = mlp(), mlp()
-        plain = cls(plain_model.parameters(), lr=0.01)
-        inner = cls(model.parameters(), lr=0.01)
-        optimizer = create_multi_node_optimizer(
-            inner, comm, model, schedule=ParameterServer(max_staleness=0)
-        )
-        for step in range(4):
-            for each, network in ((plain, plain_model), (optimizer, model)):
-                each.zero_grad()
-                loss_of(network, batch(0, step)).backward()
-                each.step()
-        optimizer.flush()
-        saved, expected = optimizer.state_dict()["state"], plain.state_dict()["state"]
-        assert saved.keys() == expected.keys()
-        for index, state in expected.items():
-            for key, value in state.items():
-                got = saved[index][key]
-                if isinstance(value, torch.Tensor):
-                    assert torch.equal(got, value), key
-                else:
-                    assert got == value, key
-        return equal(values(plain_model), values(model))
-
-    assert run_ranks(job, 1) == [True]
+@on_ranks(1)
+def test_every_optimizer_of_torch_runs_at_the_server(comm: Communicator, kind: str) -> None:
+    cls = getattr(torch.optim, kind)
+    plain_model, model = mlp(), mlp()
+    plain = cls(plain_model.parameters(), lr=0.01)
+    inner = cls(model.parameters(), lr=0.01)
+    optimizer = create_multi_node_optimizer(
+        inner, comm, model, schedule=ParameterServer(max_staleness=0)
+    )
+    for step in range(4):
+        for each, network in ((plain, plain_model), (optimizer, model)):
+            each.zero_grad()
+            loss_of(network, batch(0, step)).backward()
+            each.step()
+    optimizer.flush()
+    saved, expected = optimizer.state_dict()["state"], plain.state_dict()["state"]
+    assert saved.keys() == expected.keys()
+    for index, state in expected.items():
+        for key, value in state.items():
+            got = saved[index][key]
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(got, value), key
+            else:
+                assert got == value, key
+    assert equal(values(plain_model), values(model))
 
 
 class TestWhatUsersDo:
-    def test_accumulation_and_clipping(self) -> None:
-        def job(comm: Communicator) -> bool:
-            plain_model, model = mlp(), mlp()
-            plain = torch.optim.SGD(plain_model.parameters(), 0.05, momentum=0.9)
-            optimizer = make(comm, model, ParameterServer(max_staleness=0), max_grad_norm=0.01)
-            for step in range(4):
-                plain.zero_grad()
-                optimizer.zero_grad()
-                for part in range(2):
-                    x = batch(0, 2 * step + part)
-                    loss_of(plain_model, x).backward()
-                    if part == 0:
-                        with optimizer.no_sync():
-                            loss_of(model, x).backward()
-                    else:
+    @on_ranks(1)
+    def test_accumulation_and_clipping(self, comm: Communicator) -> None:
+        plain_model, model = mlp(), mlp()
+        plain = torch.optim.SGD(plain_model.parameters(), 0.05, momentum=0.9)
+        optimizer = make(comm, model, ParameterServer(max_staleness=0), max_grad_norm=0.01)
+        for step in range(4):
+            plain.zero_grad()
+            optimizer.zero_grad()
+            for part in range(2):
+                x = batch(0, 2 * step + part)
+                loss_of(plain_model, x).backward()
+                if part == 0:
+                    with optimizer.no_sync():
                         loss_of(model, x).backward()
-                nn.utils.clip_grad_norm_(plain_model.parameters(), 0.01)
-                plain.step()
-                optimizer.step()
-            return equal(values(plain_model), values(model))
-
-        assert run_ranks(job, 1) == [True]
+                else:
+                    loss_of(model, x).backward()
+            nn.utils.clip_grad_norm_(plain_model.parameters(), 0.01)
+            plain.step()
+            optimizer.step()
+        assert equal(values(plain_model), values(model))
 
     @on_ranks(2)
     def test_a_grad_scaler(self, comm: Communicator) -> None:
@@ -214,28 +210,22 @@ class TestWhatUsersDo:
                 scaler.update()
         assert all(bool(p.isfinite().all()) for p in model.parameters())
 
-    def test_zero_fill_off_leaves_unused_parameters_alone(self) -> None:
-        def job(comm: Communicator) -> tuple[bool, bool]:
-            same = []
-            for zero_fill in (False, True):
-                model = mlp()
-                inner = torch.optim.SGD(model.parameters(), 0.05, weight_decay=0.1)
-                optimizer = create_multi_node_optimizer(
-                    inner,
-                    comm,
-                    model,
-                    schedule=ParameterServer(),
-                    zero_fill=zero_fill,
-                )
-                before = values(model)[0]
-                for parameter in list(model.parameters())[1:]:
-                    parameter.grad = torch.ones_like(parameter)
-                optimizer.step()
-                optimizer.flush()
-                same.append(torch.equal(before, values(model)[0]))
-            return same[0], same[1]
-
-        assert run_ranks(job, 2) == [(True, False)] * 2
+    @on_ranks(2)
+    def test_zero_fill_off_leaves_unused_parameters_alone(self, comm: Communicator) -> None:
+        same = []
+        for zero_fill in (False, True):
+            model = mlp()
+            inner = torch.optim.SGD(model.parameters(), 0.05, weight_decay=0.1)
+            optimizer = create_multi_node_optimizer(
+                inner, comm, model, schedule=ParameterServer(), zero_fill=zero_fill
+            )
+            before = values(model)[0]
+            for parameter in list(model.parameters())[1:]:
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+            optimizer.flush()
+            same.append(torch.equal(before, values(model)[0]))
+        assert same == [True, False]
 
     def test_another_number_of_ranks_continues(self) -> None:
         def first(comm: Communicator) -> tuple[dict[str, object], dict[str, object]]:
