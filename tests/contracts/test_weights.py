@@ -4,7 +4,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.contracts.broken import schedules
+from tests.contracts.broken import codecs, schedules
 from tests.contracts.broken import weights as broken
 from tests.contracts.pairs import in_pairs
 from tests.contracts.suites.communicator_contracts import ContractError
@@ -79,12 +79,7 @@ CAUGHT_BY = [
     (broken.AppliesFullMomentum, check_parts_of_blocks, broken.AppliesFullMomentum, None),
     (broken.TakesAFullOuterStep, check_parts_of_blocks, broken.TakesAFullOuterStep, None),
     (broken.KeepsAnOldUnit, check_weighted_join, broken.KeepsAnOldUnit, "int4"),
-    (
-        broken.AddsResidualsToADiscardedSum,
-        check_weighted_join,
-        EveryStep,
-        broken.AddsResidualsToADiscardedSum,
-    ),
+    (codecs.NeverRollsBack, check_weighted_join, EveryStep, codecs.NeverRollsBack),
     *(
         (wrong, contract, schedule, wrong)
         for wrong in (broken.KeepsResidualsOfSums, broken.FactorsResidualsOfSums)
