@@ -10,10 +10,15 @@ import torch
 
 import torchmn
 from tests.ranks import on_ranks
-from tests.unit.models import batch, loss_of, mlp, train, wrap
+from tests.unit.models import batch, loss_of, mlp, sgd, train, wrap
 from torchmn.errors import RankMismatchError, ResultWarning, UsageError
 from torchmn.exchange.schedules import PeriodicAverage
 from torchmn.testing import run_ranks
+
+
+def slow_sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """Steps so short that no bit is lost in rounding."""
+    return sgd(model, lr=0.01)
 
 
 def diverge(model: torch.nn.Sequential) -> None:
@@ -28,7 +33,7 @@ SCHEDULES = ["every_step", "double_buffering"]
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @on_ranks(1, 2, 3, 4)
 def test_equal_replicas(comm: torchmn.Communicator, schedule: str) -> None:
-    model, optimizer = wrap(comm, schedule=schedule)
+    model, optimizer = wrap(comm, slow_sgd, schedule=schedule)
     check = torchmn.ReplicaCheck(comm, model, every=2, optimizer=optimizer)
     assert str(check.report()) == "replicas were not compared yet"
     for step in range(5):
@@ -41,7 +46,7 @@ def test_equal_replicas(comm: torchmn.Communicator, schedule: str) -> None:
 
 @on_ranks(2, 3, 4)
 def test_one_flipped_bit_is_named(comm: torchmn.Communicator) -> None:
-    model, optimizer = wrap(comm)
+    model, optimizer = wrap(comm, slow_sgd)
     check = torchmn.ReplicaCheck(comm, model, every=3)
     for step in range(6):
         train(model, optimizer, comm.rank, [step])
@@ -59,7 +64,7 @@ def test_one_flipped_bit_is_named(comm: torchmn.Communicator) -> None:
 
 def test_warning_continues_and_the_report_has_gradients_that_were_not_finite() -> None:
     def rank_main(comm: torchmn.Communicator) -> Any:
-        model, optimizer = wrap(comm, on_nonfinite="ignore")
+        model, optimizer = wrap(comm, slow_sgd, on_nonfinite="ignore")
         check = torchmn.ReplicaCheck(
             comm, model, every=1, optimizer=optimizer, on_difference="warn"
         )
@@ -81,7 +86,7 @@ def test_warning_continues_and_the_report_has_gradients_that_were_not_finite() -
 
 def test_replicas_that_differ_by_design_are_not_compared(tmp_path: Path) -> None:
     def rank_main(comm: torchmn.Communicator) -> Any:
-        model, optimizer = wrap(comm, schedule=PeriodicAverage(block_size=1000))
+        model, optimizer = wrap(comm, slow_sgd, schedule=PeriodicAverage(block_size=1000))
         check = torchmn.ReplicaCheck(comm, model, every=1, optimizer=optimizer)
         checkpointer = torchmn.create_multi_node_checkpointer(comm, tmp_path, "run")
         for step in range(2):
@@ -101,7 +106,7 @@ def test_replicas_that_differ_by_design_are_not_compared(tmp_path: Path) -> None
 def test_at_each_checkpoint(tmp_path: Path, check_replicas: bool) -> None:
     def rank_main(comm: torchmn.Communicator) -> list[str]:
         warned: list[str] = []
-        model, optimizer = wrap(comm)
+        model, optimizer = wrap(comm, slow_sgd)
         state = {"model": model, "optimizer": optimizer}
         checkpointer = torchmn.create_multi_node_checkpointer(
             comm, tmp_path, "run", check_replicas=check_replicas
