@@ -16,6 +16,7 @@ from tests.contracts.suites.resume_contracts import (
     check_resume_is_exact,
     leave,
 )
+from tests.ranks import run_placed
 from torchmn.cluster import Topology
 from torchmn.comm.codecs import CODECS
 from torchmn.exchange.optimizer.create import SCHEDULES
@@ -73,42 +74,41 @@ OTHERS = {
 FEW = (3, 6)
 
 
-def placed(label: str, function):  # type: ignore[no-untyped-def]
-    name, topology = PLACEMENTS[label]
-    return run_ranks(function, topology.size, name=name, topology=topology)
-
-
 # ---- on the same number of ranks ----
 
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_every_codec_continues_with_the_same_bits(codec: str) -> None:
-    placed("2", lambda comm: check_resume_is_exact(comm, Recipe(codec=codec)))
+    run_placed(PLACEMENTS["2"], lambda comm: check_resume_is_exact(comm, Recipe(codec=codec)))
     for label in ("1", "3+1"):
-        placed(label, lambda comm: check_resume_is_exact(comm, Recipe(codec=codec), FEW))
+        run_placed(
+            PLACEMENTS[label], lambda comm: check_resume_is_exact(comm, Recipe(codec=codec), FEW)
+        )
 
 
 @pytest.mark.parametrize("codec", [None, "1bit"])
 @pytest.mark.parametrize("name", EVERY)
 def test_every_schedule_continues_with_the_same_bits(name: str, codec: str | None) -> None:
     recipe = replace(EVERY[name], codec=codec)
-    placed("2", lambda comm: check_resume_is_exact(comm, recipe))
+    run_placed(PLACEMENTS["2"], lambda comm: check_resume_is_exact(comm, recipe))
 
 
 @pytest.mark.parametrize("name", EVERY)
 def test_with_power_sgd_and_three_ranks(name: str) -> None:
     recipe = replace(EVERY[name], codec="power_sgd")
-    placed("3", lambda comm: check_resume_is_exact(comm, recipe, FEW[1:]))
+    run_placed(PLACEMENTS["3"], lambda comm: check_resume_is_exact(comm, recipe, FEW[1:]))
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_goes_with_them(name: str) -> None:
-    placed("2", lambda comm: check_resume_is_exact(comm, OTHERS[name]))
+    run_placed(PLACEMENTS["2"], lambda comm: check_resume_is_exact(comm, OTHERS[name]))
 
 
 @pytest.mark.parametrize("codec", [None, "1bit"])
 def test_blocks_between_nodes(codec: str | None) -> None:
-    placed("2+2", lambda comm: check_resume_is_exact(comm, replace(IN_NODES, codec=codec)))
+    run_placed(
+        PLACEMENTS["2+2"], lambda comm: check_resume_is_exact(comm, replace(IN_NODES, codec=codec))
+    )
 
 
 def test_nothing_is_left_out() -> None:
@@ -120,9 +120,11 @@ def test_nothing_is_left_out() -> None:
 
 def on_others(recipe: Recipe, num_passes: int, labels: tuple[str, ...], others: tuple[str, ...]):  # type: ignore[no-untyped-def]
     for label in labels:
-        left: Left = placed(label, partial(leave, recipe=recipe, num_passes=num_passes))[0]
+        left: Left = run_placed(
+            PLACEMENTS[label], partial(leave, recipe=recipe, num_passes=num_passes)
+        )[0]
         for other in others:
-            placed(other, partial(check_other_ranks, recipe=recipe, left=left))
+            run_placed(PLACEMENTS[other], partial(check_other_ranks, recipe=recipe, left=left))
 
 
 SIZES = ("1", "2", "3", "4")
@@ -175,15 +177,16 @@ def test_nodes_that_train_as_one_worker() -> None:
 # ---- wrong ones ----
 
 
-@pytest.mark.parametrize("wrong", broken.INEXACT, ids=lambda cls: cls.__name__)
-def test_a_wrong_resume_is_caught(wrong: type, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("wrong", broken.INEXACT, ids=lambda wrong: wrong.__name__)
+def test_a_wrong_resume_is_caught(wrong, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = broken.INEXACT[wrong] or wrong(monkeypatch)
     with pytest.raises(ContractError):
-        run_ranks(lambda comm: check_resume_is_exact(comm, wrong.recipe(monkeypatch)), 2)
+        run_ranks(lambda comm: check_resume_is_exact(comm, recipe), 2)
 
 
-@pytest.mark.parametrize("wrong", broken.LOSING, ids=lambda cls: cls.__name__)
-def test_a_wrong_number_of_ranks_is_caught(wrong: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = wrong.recipe(monkeypatch)
+@pytest.mark.parametrize("wrong", broken.LOSING, ids=lambda wrong: wrong.__name__)
+def test_a_wrong_number_of_ranks_is_caught(wrong, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = broken.LOSING[wrong] or wrong(monkeypatch)
     left = run_ranks(lambda comm: leave(comm, recipe, 7), 2)[0]
     with pytest.raises(ContractError):
         run_ranks(lambda comm: check_other_ranks(comm, recipe, left), 3)

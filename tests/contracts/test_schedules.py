@@ -17,6 +17,7 @@ from tests.contracts.suites.schedule_contracts import (
 )
 from tests.limits import limit
 from tests.mpi_pool import MpiPool
+from tests.ranks import on_ranks, run_placed
 from torchmn.cluster import Topology
 from torchmn.comm.codecs import CODECS
 from torchmn.comm.create import ROUTES
@@ -71,13 +72,7 @@ CAUGHT_BY = {
     in_pairs(CODECS, PLACEMENTS, SYNCHRONOUS, excluded=[("power_sgd", "2+2")]),
 )
 def test_contracts(schedule: str, codec: str, label: str) -> None:
-    name, topology = PLACEMENTS[label]
-    run_ranks(
-        lambda comm: check_all(comm, schedule, codec),
-        topology.size,
-        name=name,
-        topology=topology,
-    )
+    run_placed(PLACEMENTS[label], lambda comm: check_all(comm, schedule, codec))
 
 
 @pytest.mark.parametrize(
@@ -85,10 +80,7 @@ def test_contracts(schedule: str, codec: str, label: str) -> None:
     in_pairs(OPTION_CONTRACTS, ("1", "1+1", "3", "3+1"), ("float32", "int8")),
 )
 def test_options(option: str, codec: str, label: str) -> None:
-    name, topology = PLACEMENTS[label]
-    run_ranks(
-        lambda comm: check_option(comm, option, codec), topology.size, name=name, topology=topology
-    )
+    run_placed(PLACEMENTS[label], lambda comm: check_option(comm, option, codec))
 
 
 @pytest.mark.mpi
@@ -128,9 +120,7 @@ def test_every_schedule_declares_what_holds(schedule: str) -> None:
     assert SCHEDULES[schedule]().traits.replica_consistency in SCHEDULE_CONTRACTS
 
 
-def test_the_broken_ones_by_blocks_begin_with_one_that_is_right() -> None:
-    def rank_main(comm):
-        for contract in SCHEDULE_CONTRACTS["per_block"]:
-            contract(comm, broken.SmallBlocks, None)
-
-    run_ranks(rank_main, 3)
+@on_ranks(3)
+def test_the_broken_ones_by_blocks_begin_with_one_that_is_right(comm) -> None:
+    for contract in SCHEDULE_CONTRACTS["per_block"]:
+        contract(comm, broken.SmallBlocks, None)

@@ -125,22 +125,22 @@ def test_contracts_of_reading(kind: str, contract) -> None:
 
 
 CAUGHT_BY = {
-    broken.PartitionsByChunk: (contracts.check_partitions, SOURCES["samples"]),
-    broken.SameOrderEachSweep: (contracts.check_sweeps, SOURCES["samples"]),
-    broken.CountsItsOwnPartition: (contracts.check_ends, SOURCES["samples"]),
-    broken.DropsShortMinibatches: (contracts.check_small_minibatches, SOURCES["samples"]),
-    broken.CountsSequences: (contracts.check_sizes, SOURCES["sequences"]),
-    broken.SavesWhatIsReadAhead: (contracts.check_states, SOURCES["samples"]),
-    broken.KeepsItsReadAhead: (contracts.check_states, SOURCES["samples"]),
-    broken.KeepsChunks: (contracts.check_window, OVER_NUMBERS["deserializer"]),
-    broken.ReadsEachSweepAgain: (contracts.check_small_data, OVER_NUMBERS["deserializer"]),
-    broken.LosesTheMinibatchOfAnError: (contracts.check_errors, OVER_NUMBERS["deserializer"]),
+    broken.partitions_by_chunk: (contracts.check_partitions, SOURCES["samples"]),
+    broken.same_order_each_sweep: (contracts.check_sweeps, SOURCES["samples"]),
+    broken.counts_its_own_partition: (contracts.check_ends, SOURCES["samples"]),
+    broken.drops_short_minibatches: (contracts.check_small_minibatches, SOURCES["samples"]),
+    broken.counts_sequences: (contracts.check_sizes, SOURCES["sequences"]),
+    broken.saves_what_is_read_ahead: (contracts.check_states, SOURCES["samples"]),
+    broken.keeps_its_read_ahead: (contracts.check_states, SOURCES["samples"]),
+    broken.keeps_chunks: (contracts.check_window, OVER_NUMBERS["deserializer"]),
+    broken.reads_each_sweep_again: (contracts.check_small_data, OVER_NUMBERS["deserializer"]),
+    broken.loses_the_minibatch_of_an_error: (contracts.check_errors, OVER_NUMBERS["deserializer"]),
 }
 
 
-@pytest.mark.parametrize("wrong", CAUGHT_BY, ids=lambda cls: cls.__name__)
-def test_is_caught(wrong: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong.apply(monkeypatch)
+@pytest.mark.parametrize("wrong", CAUGHT_BY, ids=lambda wrong: wrong.__name__)
+def test_is_caught(wrong, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong(monkeypatch)
     contract, make = CAUGHT_BY[wrong]
     with pytest.raises(ContractError):
         contract(make)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from inspect import signature
 from types import ModuleType
 from typing import Any
 
@@ -27,6 +28,7 @@ from tests.contracts.suites import (
 from tests.contracts.suites.communicator_contracts import ContractError
 from tests.limits import limit
 from tests.mpi_pool import MpiPool
+from tests.ranks import run_placed
 from torchmn.cluster import Topology
 from torchmn.comm import create
 from torchmn.comm.routes.base import Route
@@ -112,38 +114,38 @@ SUITES = {
     "iterators": Suite(
         iterator_contracts,
         {
-            iterators.ForgetsDtypes: iterator_contracts.check_batches,
-            iterators.KeepsTheFirstState: iterator_contracts.check_states,
-            iterators.EndsAfterOnePass: iterator_contracts.check_loaders,
-            iterators.TakesErrorsForTheEnd: iterator_contracts.check_errors,
-            iterators.SeedsEachRank: iterator_contracts.check_synchronized,
+            iterators.forgets_dtypes: iterator_contracts.check_batches,
+            iterators.keeps_the_first_state: iterator_contracts.check_states,
+            iterators.ends_after_one_pass: iterator_contracts.check_loaders,
+            iterators.takes_errors_for_the_end: iterator_contracts.check_errors,
+            iterators.seeds_each_rank: iterator_contracts.check_synchronized,
         },
     ),
     "batch norm": Suite(
         batch_norm_contracts,
         {
-            batch_norm.CountsRanksEqually: batch_norm_contracts.check_whole_batch,
-            batch_norm.NormalizesAlone: batch_norm_contracts.check_whole_batch,
-            batch_norm.IgnoresOtherRanksInBackward: batch_norm_contracts.check_whole_batch,
-            batch_norm.SubtractsLargeNumbers: batch_norm_contracts.check_large_mean,
-            batch_norm.RoundsEarly: batch_norm_contracts.check_sixteen_bits,
-            batch_norm.ForgetsTheGroup: batch_norm_contracts.check_groups,
-            batch_norm.WeighsLossesEqually: batch_norm_contracts.check_training,
-            batch_norm.IgnoresGivenWeights: batch_norm_contracts.check_given_weights,
-            batch_norm.CountsRecomputedBatchesOnce: batch_norm_contracts.check_checkpointing,
-            batch_norm.SendsTwice: batch_norm_contracts.check_one_message,
+            batch_norm.counts_ranks_equally: batch_norm_contracts.check_whole_batch,
+            batch_norm.normalizes_alone: batch_norm_contracts.check_whole_batch,
+            batch_norm.ignores_other_ranks_in_backward: batch_norm_contracts.check_whole_batch,
+            batch_norm.subtracts_large_numbers: batch_norm_contracts.check_large_mean,
+            batch_norm.rounds_early: batch_norm_contracts.check_sixteen_bits,
+            batch_norm.forgets_the_group: batch_norm_contracts.check_groups,
+            batch_norm.weighs_losses_equally: batch_norm_contracts.check_training,
+            batch_norm.ignores_given_weights: batch_norm_contracts.check_given_weights,
+            batch_norm.counts_recomputed_batches_once: batch_norm_contracts.check_checkpointing,
+            batch_norm.sends_twice: batch_norm_contracts.check_one_message,
         },
         placements=NODES,
     ),
     "parallel layers": Suite(
         parallel_layer_contracts,
         {
-            parallel_layers.ForgetsOtherRanksGradients: parallel_layer_contracts.check_layers,
-            parallel_layers.AddsLossesOfAllRanks: parallel_layer_contracts.check_layers,
-            parallel_layers.DrawsItsOwnPart: parallel_layer_contracts.check_layers,
-            parallel_layers.AddsTheBiasOfEveryRank: parallel_layer_contracts.check_training,
-            parallel_layers.ForgetsTheBias: parallel_layer_contracts.check_states,
-            parallel_layers.ForgetsGradientsOfGradients: (
+            parallel_layers.forgets_other_ranks_gradients: parallel_layer_contracts.check_layers,
+            parallel_layers.adds_losses_of_all_ranks: parallel_layer_contracts.check_layers,
+            parallel_layers.draws_its_own_part: parallel_layer_contracts.check_layers,
+            parallel_layers.adds_the_bias_of_every_rank: parallel_layer_contracts.check_training,
+            parallel_layers.forgets_the_bias: parallel_layer_contracts.check_states,
+            parallel_layers.forgets_gradients_of_gradients: (
                 parallel_layer_contracts.check_recomputation
             ),
         },
@@ -156,8 +158,7 @@ WRONG = [(name, wrong) for name, suite in SUITES.items() for wrong in suite.caug
 
 @pytest.mark.parametrize(("suite", "label"), PLACED)
 def test_over_gloo(suite: str, label: str) -> None:
-    name, topology = SUITES[suite].placements[label]
-    run_ranks(SUITES[suite].module.check_all, topology.size, name=name, topology=topology)
+    run_placed(SUITES[suite].placements[label], SUITES[suite].module.check_all)
 
 
 @pytest.mark.mpi
@@ -170,8 +171,8 @@ def test_over_mpi(mpi_pool: MpiPool, suite: str, label: str) -> None:
 
 def against(contract: Contract, wrong: Any, patch: pytest.MonkeyPatch) -> Contract:
     """A contract as it meets a patch, a route, a communicator, or functions that are wrong."""
-    if hasattr(wrong, "apply"):
-        wrong.apply(patch)
+    if "patch" in signature(wrong).parameters:
+        wrong(patch)
     elif not isinstance(wrong, type):
         return partial(contract, f=wrong())
     elif issubclass(wrong, Route):

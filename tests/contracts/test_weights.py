@@ -4,8 +4,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.contracts.broken import codecs, schedules
 from tests.contracts.broken import weights as broken
-from tests.contracts.broken.schedules import SmallBlocks
 from tests.contracts.pairs import in_pairs
 from tests.contracts.suites.communicator_contracts import ContractError
 from tests.contracts.suites.schedule_contracts import variants
@@ -17,6 +17,7 @@ from tests.contracts.suites.weight_contracts import (
     check_weighted_join,
     check_weighted_means,
 )
+from tests.ranks import on_ranks, run_placed
 from torchmn.cluster import Topology
 from torchmn.comm.codecs import CODECS
 from torchmn.exchange.optimizer.create import SCHEDULES
@@ -41,13 +42,7 @@ PLACEMENTS = {
     in_pairs(CODECS, PLACEMENTS, SYNCHRONOUS, excluded=[("power_sgd", "2+2")]),
 )
 def test_contracts(schedule: str, codec: str, label: str) -> None:
-    name, topology = PLACEMENTS[label]
-    run_ranks(
-        lambda comm: check_all(comm, schedule, codec),
-        topology.size,
-        name=name,
-        topology=topology,
-    )
+    run_placed(PLACEMENTS[label], lambda comm: check_all(comm, schedule, codec))
 
 
 WEIGHTS = st.one_of(
@@ -79,24 +74,19 @@ def test_nothing_is_lost_whatever_the_weights(data: st.DataObject) -> None:
 # (what is wrong, contract, schedule, codec)
 CAUGHT_BY = [
     (broken.WeighsRanksEqually, check_weighted_means, broken.WeighsRanksEqually, None),
-    (broken.CountsFinishedRanks, check_weighted_join, broken.CountsFinishedRanks, None),
-    (broken.WeighsStepsEqually, check_weighted_blocks, broken.WeighsStepsEqually, None),
+    (schedules.CountsFinishedRanks, check_weighted_join, schedules.CountsFinishedRanks, None),
+    (schedules.WeighsRanksEqually, check_weighted_blocks, schedules.WeighsRanksEqually, None),
     (broken.AppliesFullMomentum, check_parts_of_blocks, broken.AppliesFullMomentum, None),
     (broken.TakesAFullOuterStep, check_parts_of_blocks, broken.TakesAFullOuterStep, None),
     (broken.KeepsAnOldUnit, check_weighted_join, broken.KeepsAnOldUnit, "int4"),
-    (
-        broken.AddsResidualsToADiscardedSum,
-        check_weighted_join,
-        EveryStep,
-        broken.AddsResidualsToADiscardedSum,
-    ),
+    (codecs.NeverRollsBack, check_weighted_join, EveryStep, codecs.NeverRollsBack),
     *(
         (wrong, contract, schedule, wrong)
         for wrong in (broken.KeepsResidualsOfSums, broken.FactorsResidualsOfSums)
         for contract, schedule in (
             (check_weighted_means, EveryStep),
             (check_weighted_join, EveryStep),
-            (check_weighted_blocks, SmallBlocks),
+            (check_weighted_blocks, schedules.SmallBlocks),
         )
     ),
 ]  # fmt: skip
@@ -107,12 +97,10 @@ CAUGHT_BY = [
     CAUGHT_BY,
     ids=[f"{wrong.__name__}-{contract.__name__}" for wrong, contract, _, _ in CAUGHT_BY],
 )
-def test_is_caught(wrong: type, contract, schedule: type, codec) -> None:
-    def rank_main(comm):
-        with pytest.raises(ContractError):
-            contract(comm, schedule, codec() if isinstance(codec, type) else codec)
-
-    run_ranks(rank_main, 3)
+@on_ranks(3)
+def test_is_caught(comm, wrong: type, contract, schedule: type, codec) -> None:
+    with pytest.raises(ContractError):
+        contract(comm, schedule, codec() if isinstance(codec, type) else codec)
 
 
 def test_every_contract_has_one_that_breaks_it() -> None:
@@ -120,12 +108,10 @@ def test_every_contract_has_one_that_breaks_it() -> None:
     assert caught == {c for cs in WEIGHT_CONTRACTS.values() for c in cs}
 
 
-def test_the_broken_ones_begin_with_some_that_are_right() -> None:
-    def rank_main(comm):
-        for codec in (None, "int4"):
-            for contract in WEIGHT_CONTRACTS["per_step"]:
-                contract(comm, EveryStep, codec)
-            for contract in WEIGHT_CONTRACTS["per_block"]:
-                contract(comm, SmallBlocks, codec)
-
-    run_ranks(rank_main, 3)
+@on_ranks(3)
+def test_the_broken_ones_begin_with_some_that_are_right(comm) -> None:
+    for codec in (None, "int4"):
+        for contract in WEIGHT_CONTRACTS["per_step"]:
+            contract(comm, EveryStep, codec)
+        for contract in WEIGHT_CONTRACTS["per_block"]:
+            contract(comm, schedules.SmallBlocks, codec)

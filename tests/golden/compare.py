@@ -3,11 +3,10 @@
 ``python -m tests.golden.compare COMMIT`` (``make golden BASE=COMMIT``) runs `record.py` for both on
 this machine, since bits depend on the processor and on torch. It exits with 1 if a run differs in
 its parameters, losses, states, checkpoints or in the bytes of a collective, or if ``torchmn run``
-imports torch. Other surfaces, such as help and public names, are shown as differences to be read.
+imports torch.
 """
 
 import argparse
-import difflib
 import json
 import os
 import subprocess
@@ -36,26 +35,19 @@ def main() -> None:
                 base, now = pool.map(record, (tree, ROOT))
         finally:
             _git("worktree", "remove", "--force", str(tree))
-    for line in surface_differences(base["surfaces"], now["surfaces"]):
-        print(line)
-    problems = run_differences(base["runs"], now["runs"])
-    if "torch" in now["surfaces"]["packages that torchmn run imports"]:
+    problems = run_differences(base, now)
+    if "torch" in record(ROOT, "imports"):
         problems.append("torchmn run imports torch, which takes seconds on every host")
     if problems:
         sys.exit("\n".join([*problems, f"golden: this tree differs from {commit}."]))
-    print(f"golden: {len(now['runs'])} runs are equal to those of {commit}, bit by bit.")
+    print(f"golden: {len(now)} runs are equal to those of {commit}, bit by bit.")
 
 
-def record(tree: Path) -> dict[str, Any]:
-    """Both parts of the record of a tree."""
+def record(tree: Path, part: str = "runs") -> Any:
+    """One part of the record of a tree."""
     env = dict(os.environ, PYTHONPATH=str(tree / "src"), PYTHONDONTWRITEBYTECODE="1")
-    parts = {}
-    for part in ("runs", "surfaces"):
-        command = [sys.executable, str(RECORD), part]
-        parts[part] = json.loads(
-            subprocess.run(command, env=env, stdout=subprocess.PIPE, check=True).stdout
-        )
-    return parts
+    command = [sys.executable, str(RECORD), part]
+    return json.loads(subprocess.run(command, env=env, stdout=subprocess.PIPE, check=True).stdout)
 
 
 def run_differences(base: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -73,17 +65,6 @@ def run_differences(base: dict[str, Any], now: dict[str, Any]) -> list[str]:
             more = [f"    and {len(lines) - MAX_LINES} more"] if len(lines) > MAX_LINES else []
             found += [f"run {run}: {quantity}", *lines[:MAX_LINES], *more]
     return found
-
-
-def surface_differences(base: dict[str, list[str]], now: dict[str, list[str]]) -> list[str]:
-    """Unified differences of all surfaces."""
-    return [
-        line
-        for name in now
-        for line in difflib.unified_diff(
-            base[name], now[name], f"before: {name}", f"now: {name}", lineterm="", n=1
-        )
-    ]
 
 
 def _different(base: dict[str, Any], now: dict[str, Any]) -> list[str]:

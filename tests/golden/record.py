@@ -1,16 +1,14 @@
-"""Records what one tree of the sources computes, sends, saves and shows, as JSON.
+"""Records what one tree of the sources computes, sends, saves and imports, as JSON.
 
-``python tests/golden/record.py runs`` or ``surfaces``, with ``PYTHONPATH`` set to the ``src`` of
+``python tests/golden/record.py runs`` or ``imports``, with ``PYTHONPATH`` set to the ``src`` of
 the tree. `compare.py` starts it for two trees, so that this file uses only names that both have:
 the public ones, which stay where they are when modules move. It imports nothing from ``tests``.
 """
 
 import hashlib
-import inspect
 import json
 import os
 import random
-import re
 import subprocess
 import sys
 import tempfile
@@ -20,7 +18,6 @@ from collections.abc import Iterator
 from contextlib import redirect_stdout
 from itertools import product
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 Record = dict[str, dict[str, Any]]
@@ -40,7 +37,7 @@ def main(part: str) -> None:
     if not Path(next(iter(torchmn.__path__))).resolve().is_relative_to(tree):
         raise RuntimeError(f"torchmn comes from {torchmn.__path__} and not from {tree}")
     with redirect_stdout(sys.stderr):
-        record = {"runs": runs, "surfaces": surfaces}[part]()
+        record = {"runs": runs, "imports": imports_of_run}[part]()
     json.dump(record, sys.stdout)
 
 
@@ -259,65 +256,11 @@ def _sha(value: Any, content: bytes | None = None) -> str:
     return hashlib.sha256(repr(value).encode() + (content or b"")).hexdigest()
 
 
-# ---- surfaces ----
+# ---- imports ----
 
 
-def surfaces() -> dict[str, list[str]]:
-    """Lines of text by surface."""
-    return {
-        "help of the commands": _help(),
-        "public names": _names(),
-        "files of the wheel": _files(),
-        "packages that torchmn run imports": _imports_of_run(),
-    }
-
-
-def _torchmn(*args: str) -> str:
-    env = dict(os.environ, COLUMNS="100", TERM="dumb", NO_COLOR="1")
-    command = [sys.executable, "-m", "torchmn", *args]
-    return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
-
-
-def _help() -> list[str]:
-    root = _torchmn("--help")
-    commands = re.findall(r"^[│|] ([a-z][a-z-]*)  ", root.partition("Commands")[2], re.MULTILINE)
-    texts = [root, *(_torchmn(command, "--help") for command in commands)]
-    return [line.rstrip() for text in texts for line in text.splitlines()]
-
-
-def _names() -> list[str]:
-    import torchmn
-
-    found = []
-    for part in ["", *dir(torchmn)]:
-        module = getattr(torchmn, part) if part else torchmn
-        if isinstance(module, ModuleType):
-            place = f"torchmn.{part}".rstrip(".")
-            for name in getattr(module, "__all__", []):
-                found.append(f"{place}.{name}{_signature(getattr(module, name))}")
-    return sorted(found)
-
-
-def _signature(value: Any) -> str:
-    try:  # without addresses and the modules of types, which move
-        text = str(inspect.signature(value)) if callable(value) else ""
-    except (TypeError, ValueError):
-        return ""
-    return re.sub(r" at 0x[0-9a-f]+|\b(?:\w+\.)+(?=\w)", "", text)
-
-
-def _files() -> list[str]:
-    import torchmn
-
-    root = Path(next(iter(torchmn.__path__)))
-    return sorted(
-        str(path.relative_to(root.parent))
-        for path in root.rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
-    )
-
-
-def _imports_of_run() -> list[str]:
+def imports_of_run() -> list[str]:
+    """The packages that ``torchmn run`` imports, but for those of Python."""
     code = (
         "import runpy, sys\n"
         "sys.argv = ['torchmn', 'run', '-n', '1', 'script.py']\n"

@@ -58,19 +58,27 @@ def optimizer_of(
     return create_multi_node_optimizer(inner, comm, model, **options)  # type: ignore[arg-type]
 
 
-def wrap(comm: Communicator, **options: object) -> tuple[nn.Sequential, MultiNodeOptimizer]:
+def wrap(
+    comm: Communicator,
+    make_inner: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
+    **options: object,
+) -> tuple[nn.Sequential, MultiNodeOptimizer]:
     """A small model and the multi-node optimizer that trains it."""
     model = mlp()
-    return model, optimizer_of(comm, model, **options)
+    return model, create_multi_node_optimizer(make_inner(model), comm, model, **options)  # type: ignore[arg-type]
 
 
 def train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: Iterable[int]
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    rank: int,
+    steps: Iterable[int],
+    size: int = 4,
 ) -> None:
     """Steps as users write them."""
     for step in steps:
         optimizer.zero_grad()
-        loss_of(model, batch(rank, step)).backward()
+        loss_of(model, batch(rank, step, size)).backward()
         optimizer.step()
 
 
@@ -95,6 +103,17 @@ def grads(model: nn.Module) -> list[Tensor | None]:
 def local_grads(model: nn.Module, x: Tensor) -> list[Tensor]:
     """What one process alone would get, without touching ``p.grad``."""
     return list(torch.autograd.grad(loss_of(model, x), list(model.parameters())))
+
+
+def mean_grads(model: nn.Module, ranks: Iterable[int], step: int = 0) -> list[Tensor]:
+    """The mean of what `local_grads` gives for each of the ranks."""
+    parts = [local_grads(model, batch(rank, step)) for rank in ranks]
+    return [sum(column) / len(parts) for column in zip(*parts, strict=True)]  # type: ignore[misc]
+
+
+def set_grads(model: nn.Module, gradients: Iterable[Tensor]) -> None:
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        parameter.grad = gradient.clone()
 
 
 def values(model: nn.Module) -> list[Tensor]:

@@ -17,125 +17,105 @@ def _is_forward(row):
     return int(row[0]) // batch_norm._MAX_FEATURES % 2 == 0
 
 
-class CountsRanksEqually:
+def counts_ranks_equally(patch):
     """ChainerMN's: the mean of the ranks' means, whatever their batches."""
 
-    @staticmethod
-    def apply(patch):
-        def gather(self, row, describe):
-            table = _gather(self, row, describe).clone()
-            if _is_forward(row):
-                table[:, 1] = table[:, 1].mean()
-            return table
+    def gather(self, row, describe):
+        table = _gather(self, row, describe).clone()
+        if _is_forward(row):
+            table[:, 1] = table[:, 1].mean()
+        return table
 
-        patch.setattr(LayerCommunicator, "gather_rows", gather)
+    patch.setattr(LayerCommunicator, "gather_rows", gather)
 
 
-class NormalizesAlone:
+def normalizes_alone(patch):
     """Every rank by its own batch, as nn.BatchNorm2d under DistributedDataParallel."""
 
-    @staticmethod
-    def apply(patch):
-        def gather(self, row, describe):
-            return _gather(self, row, describe) * 0 + row
+    def gather(self, row, describe):
+        return _gather(self, row, describe) * 0 + row
 
-        patch.setattr(LayerCommunicator, "gather_rows", gather)
+    patch.setattr(LayerCommunicator, "gather_rows", gather)
 
 
-class IgnoresOtherRanksInBackward:
+def ignores_other_ranks_in_backward(patch):
     """The gradients of other ranks' outputs do not come through the statistics."""
 
-    @staticmethod
-    def apply(patch):
-        def gather(self, row, describe):
-            table = _gather(self, row, describe)
-            return table if _is_forward(row) else torch.where(table == row, table, 0 * table)
+    def gather(self, row, describe):
+        table = _gather(self, row, describe)
+        return table if _is_forward(row) else torch.where(table == row, table, 0 * table)
 
-        patch.setattr(LayerCommunicator, "gather_rows", gather)
+    patch.setattr(LayerCommunicator, "gather_rows", gather)
 
 
-class SubtractsLargeNumbers:
+def subtracts_large_numbers(patch):
     """ChainerMN's: E[x^2] - E[x]^2 in float32."""
 
-    @staticmethod
-    def apply(patch):
-        def shift(x, shift=None):
-            mean, _ = _shift(x, shift)
-            return torch.zeros_like(mean), x.float() if x.dtype.itemsize == 2 else x
+    def shift(x, shift=None):
+        mean, _ = _shift(x, shift)
+        return torch.zeros_like(mean), x.float() if x.dtype.itemsize == 2 else x
 
-        patch.setattr(batch_norm, "_shift", shift)
+    patch.setattr(batch_norm, "_shift", shift)
 
 
-class RoundsEarly:
+def rounds_early(patch):
     """Computes in 16 bits where inputs have 16 bits."""
 
-    @staticmethod
-    def apply(patch):
-        def shift(x, shift=None):
-            mean, shifted = _shift(x, shift)
-            return mean, shifted.to(x.dtype).to(shifted.dtype)
+    def shift(x, shift=None):
+        mean, shifted = _shift(x, shift)
+        return mean, shifted.to(x.dtype).to(shifted.dtype)
 
-        patch.setattr(batch_norm, "_shift", shift)
+    patch.setattr(batch_norm, "_shift", shift)
 
 
-class ForgetsTheGroup:
+def forgets_the_group(patch):
     """Takes the statistics of all ranks of the job."""
 
-    @staticmethod
-    def apply(patch):
-        split, init = Communicator.split, Ranks.__init__
+    split, init = Communicator.split, Ranks.__init__
 
-        def split_off(self, color, key):
-            part = split(self, color, key)
-            part.parent = self
-            return part
+    def split_off(self, color, key):
+        part = split(self, color, key)
+        part.parent = self
+        return part
 
-        def of_parent(self, comm):
-            init(self, getattr(comm, "parent", comm))
+    def of_parent(self, comm):
+        init(self, getattr(comm, "parent", comm))
 
-        patch.setattr(Communicator, "split", split_off)
-        patch.setattr(Ranks, "__init__", of_parent)
+    patch.setattr(Communicator, "split", split_off)
+    patch.setattr(Ranks, "__init__", of_parent)
 
 
-class WeighsLossesEqually:
+def weighs_losses_equally(patch):
     """Whatever the optimizer does."""
 
-    @staticmethod
-    def apply(patch):
-        def backward(ctx, dy, statistics):
-            ctx.num_samples = 1
-            return _backward(ctx, dy, statistics)
+    def backward(ctx, dy, statistics):
+        ctx.num_samples = 1
+        return _backward(ctx, dy, statistics)
 
-        patch.setattr(_BatchNorm, "backward", staticmethod(backward))
+    patch.setattr(_BatchNorm, "backward", staticmethod(backward))
 
 
-class IgnoresGivenWeights:
+def ignores_given_weights(patch):
     """What `set_weight` was called with counts for the optimizer alone."""
 
-    @staticmethod
-    def apply(patch):
-        patch.setattr(sample_weights, "weigh_losses_by", lambda model, given_weight: None)
+    patch.setattr(sample_weights, "weigh_losses_by", lambda model, given_weight: None)
 
 
-class CountsRecomputedBatchesOnce:
+def counts_recomputed_batches_once(patch):
     """In one process nn.BatchNorm2d counts a batch again that checkpointing runs again."""
 
-    @staticmethod
-    def apply(patch):
-        def update(layer, statistics):
-            if torch._C._current_graph_task_id() == -1:
-                _update(layer, statistics)
+    def update(layer, statistics):
+        if torch._C._current_graph_task_id() == -1:
+            _update(layer, statistics)
 
-        patch.setattr(batch_norm, "_update_running", update)
+    patch.setattr(batch_norm, "_update_running", update)
 
 
-class SendsTwice:
+def sends_twice(patch):
     """Counts and sums in messages of their own."""
 
-    @staticmethod
-    def apply(patch):
-        def gather(self, row, describe):
-            _gather(self, row[:2].clone(), describe)
-            return _gather(self, row, describe)
+    def gather(self, row, describe):
+        _gather(self, row[:2].clone(), describe)
+        return _gather(self, row, describe)
 
-        patch.setattr(LayerCommunicator, "gather_rows", gather)
+    patch.setattr(LayerCommunicator, "gather_rows", gather)

@@ -7,63 +7,53 @@ from torchmn.data.permutations import draw_seed
 _on_master, _iter = _FromMaster._on_master, MultiNodeLoader.__iter__
 
 
-class ForgetsDtypes:
+def forgets_dtypes(patch):
     """ChainerMN's: floating-point numbers become float32."""
 
-    @staticmethod
-    def apply(patch):
-        def narrow(self):
-            batch = _on_master(self, next)
-            return {k: v.float() if k == "image" else v for k, v in batch.items()}
+    def narrow(self):
+        batch = _on_master(self, next)
+        return {k: v.float() if k == "image" else v for k, v in batch.items()}
 
-        patch.setattr(MultiNodeIterator, "__next__", narrow)
+    patch.setattr(MultiNodeIterator, "__next__", narrow)
 
 
-class KeepsTheFirstState:
+def keeps_the_first_state(patch):
     """The state does not follow the batches."""
 
-    @staticmethod
-    def apply(patch):
-        note = _FromMaster._note
+    note = _FromMaster._note
 
-        def note_once(self, seen):
-            before = getattr(self, "_state", None)
-            note(self, seen)
-            self._state = before or self._state
+    def note_once(self, seen):
+        before = getattr(self, "_state", None)
+        note(self, seen)
+        self._state = before or self._state
 
-        patch.setattr(_FromMaster, "_note", note_once)
+    patch.setattr(_FromMaster, "_note", note_once)
 
 
-class EndsAfterOnePass:
+def ends_after_one_pass(patch):
     """A loader that can be iterated once."""
 
-    @staticmethod
-    def apply(patch):
-        def once(self):
-            if hasattr(self, "has_ended"):
-                return
-            self.has_ended = True
-            yield from _iter(self)
+    def once(self):
+        if hasattr(self, "has_ended"):
+            return
+        self.has_ended = True
+        yield from _iter(self)
 
-        patch.setattr(MultiNodeLoader, "__iter__", once)
+    patch.setattr(MultiNodeLoader, "__iter__", once)
 
 
-class TakesErrorsForTheEnd:
+def takes_errors_for_the_end(patch):
     """A rank whose master raised takes the data for exhausted."""
 
-    @staticmethod
-    def apply(patch):
-        patch.setattr(multi_node_iterator, "DataError", StopIteration)
+    patch.setattr(multi_node_iterator, "DataError", StopIteration)
 
 
-class SeedsEachRank:
+def seeds_each_rank(patch):
     """Each rank has an order of its own."""
 
-    @staticmethod
-    def apply(patch):
-        reset = synchronized_iterator.SerialIterator.reset
-        patch.setattr(
-            synchronized_iterator.SerialIterator,
-            "reset",
-            lambda self, seed=None: reset(self, None if seed is None else draw_seed()),
-        )
+    reset = synchronized_iterator.SerialIterator.reset
+    patch.setattr(
+        synchronized_iterator.SerialIterator,
+        "reset",
+        lambda self, seed=None: reset(self, None if seed is None else draw_seed()),
+    )

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from tests.contracts.suites.resume_contracts import Recipe
 from torchmn.comm.codecs import ErrorFeedback, Quantized
-from torchmn.exchange.optimizer import MultiNodeOptimizer, resume
+from torchmn.exchange.optimizer import resume
 from torchmn.exchange.reducer import GradientReducer
-from torchmn.exchange.schedules import (
-    DoubleBuffering,
-    PeriodicAverage,
-    Warmup,
-)
+from torchmn.exchange.schedules import DoubleBuffering, PeriodicAverage, Warmup
 
 # ---- other bits on the same number of ranks ----
 
@@ -24,10 +22,6 @@ class ForgetsItsResiduals(ErrorFeedback):
     def state_dict(self):
         return {**super().state_dict(), "residuals": []}
 
-    @classmethod
-    def recipe(cls, monkeypatch):
-        return Recipe(codec=cls(Quantized(bits=1)))
-
 
 class DropsItsPendingMean(DoubleBuffering):
     """Begins again without the pending mean."""
@@ -35,40 +29,27 @@ class DropsItsPendingMean(DoubleBuffering):
     def load_state_dict(self, state):
         super().load_state_dict({})
 
-    @classmethod
-    def recipe(cls, monkeypatch):
-        return Recipe(schedule=lambda _: cls())
 
-
-class ForgetsTheUnit:
+def forgets_the_unit(monkeypatch):
     """Negotiates the unit of weights again, so that residuals have another scale than before."""
+    load = GradientReducer.load_state_dict
 
-    @classmethod
-    def recipe(cls, monkeypatch):
-        load = GradientReducer.load_state_dict
+    def forgetful(self, codec, progress) -> None:
+        load(self, codec, progress)
+        self.exchange.forget_scale()
 
-        def forgetful(self, codec, progress) -> None:
-            load(self, codec, progress)
-            self.exchange.forget_scale()
-
-        monkeypatch.setattr(GradientReducer, "load_state_dict", forgetful)
-        return Recipe(codec="1bit")
+    monkeypatch.setattr(GradientReducer, "load_state_dict", forgetful)
+    return Recipe(codec="1bit")
 
 
-class ForgetsLocalPasses:
+def forgets_local_passes(monkeypatch):
     """Saves no gradients of passes under no_sync()."""
-
-    @classmethod
-    def recipe(cls, monkeypatch):
-        monkeypatch.setattr(resume, "_load_accumulated", lambda reducer, state: None)
-        return Recipe(num_passes=2)
+    monkeypatch.setattr(resume, "_load_accumulated", lambda reducer, state: None)
+    return Recipe(num_passes=2)
 
 
 class LosesUpdatesDuringTheExchange(PeriodicAverage):
     """What was learned since the exchange began is not in the state."""
-
-    def __init__(self):
-        super().__init__(24, overlap_steps=2)
 
     def state_dict(self):
         state = super().state_dict()
@@ -77,38 +58,20 @@ class LosesUpdatesDuringTheExchange(PeriodicAverage):
                 fragment["exchange"]["starts"] = None
         return state
 
-    @classmethod
-    def recipe(cls, monkeypatch):
-        return Recipe(num_samples=48, schedule=lambda _: cls())
-
 
 class EndsBlocksLater(PeriodicAverage):
     """Counts the samples of a block from the beginning when it is loaded."""
-
-    def __init__(self):
-        super().__init__(36)
 
     def load_state_dict(self, state):
         super().load_state_dict(state)
         self._order.restart()
 
-    @classmethod
-    def recipe(cls, monkeypatch):
-        return Recipe(num_samples=48, schedule=lambda _: cls())
-
 
 class WarmsUpAgain(Warmup):
     """Begins with the warm-up, whether it was over or not."""
 
-    def __init__(self):
-        super().__init__(24, PeriodicAverage(36))
-
     def load_state_dict(self, state):
         super().load_state_dict({})
-
-    @classmethod
-    def recipe(cls, monkeypatch):
-        return Recipe(num_samples=48, schedule=lambda _: cls())
 
 
 class IsNotTheSameAfterSaving(DoubleBuffering):
@@ -117,10 +80,6 @@ class IsNotTheSameAfterSaving(DoubleBuffering):
     def state_dict(self):
         self.flush()
         return super().state_dict()
-
-    @classmethod
-    def recipe(cls, monkeypatch):
-        return Recipe(schedule=lambda _: cls())
 
 
 # ---- something lost or added on another number of ranks ----
@@ -136,53 +95,28 @@ class RepeatsResidualsOnEachRank(ErrorFeedback):
     def new_instance(self):
         return RepeatsResidualsOnEachRank(self.codec.new_instance())
 
-    @classmethod
-    def recipe(cls, monkeypatch):
-        return Recipe(codec=cls(Quantized(bits=1)))
-
 
 class TakesTheFirstRanksBlock(PeriodicAverage):
     """What the others have learned in the block is discarded."""
 
-    def __init__(self):
-        super().__init__(48)
-
     def reshard_state_dict(self, states, comm):
         return super().reshard_state_dict([states[0]] * len(states), comm)
-
-    @classmethod
-    def recipe(cls, monkeypatch):
-        return Recipe(num_samples=48, has_noise=False, schedule=lambda _: cls())
 
 
 class LeavesParametersAlone(PeriodicAverage):
     """Every new rank continues with old rank 0's parameters, but all weights are right."""
 
-    def __init__(self):
-        super().__init__(48)
-
     def load_state_dict(self, state):
         fragments = [{**f, "parameters": {}} for f in state.get("fragments", [])]
         super().load_state_dict({**state, "fragments": fragments} if state else state)
-
-    @classmethod
-    def recipe(cls, monkeypatch):
-        return Recipe(num_samples=48, has_noise=False, schedule=lambda _: cls())
 
 
 class BeginsAnEmptyBlock(PeriodicAverage):
     """The samples of the block so far are no longer counted."""
 
-    def __init__(self):
-        super().__init__(48)
-
     def reshard_state_dict(self, states, comm):
         state = super().reshard_state_dict(states, comm)
         return {**state, "fragments": [{**f, "num_samples": 0.0} for f in state["fragments"]]}
-
-    @classmethod
-    def recipe(cls, monkeypatch):
-        return Recipe(num_samples=48, has_noise=False, schedule=lambda _: cls())
 
 
 class LosesThePendingMean(DoubleBuffering):
@@ -191,18 +125,11 @@ class LosesThePendingMean(DoubleBuffering):
     def reshard_state_dict(self, states, comm):
         return {}
 
-    @classmethod
-    def recipe(cls, monkeypatch):
-        return Recipe(has_noise=False, schedule=lambda _: cls())
 
-
-class GivesEachRankItsOwnGradients(MultiNodeOptimizer):
+def gives_each_rank_its_own_gradients(monkeypatch):
     """All ranks load the accumulated gradients of old rank 0."""
-
-    @classmethod
-    def recipe(cls, monkeypatch):
-        monkeypatch.setattr(resume, "_shared_out", lambda accumulated, *_: accumulated[0])
-        return Recipe(has_noise=False, num_passes=3, num_samples=48)
+    monkeypatch.setattr(resume, "_shared_out", lambda accumulated, *_: accumulated[0])
+    return Recipe(has_noise=False, num_passes=3, num_samples=48)
 
 
 class WritesIntoOldStates(DoubleBuffering):
@@ -213,27 +140,34 @@ class WritesIntoOldStates(DoubleBuffering):
             mean.mul_(2)
         return states[0]
 
-    @classmethod
-    def recipe(cls, monkeypatch):
-        return Recipe(schedule=lambda _: cls())
+
+def late(make, **options):
+    return Recipe(schedule=lambda _: make(), **options)
 
 
-INEXACT = (
-    ForgetsItsResiduals,
-    DropsItsPendingMean,
-    ForgetsTheUnit,
-    ForgetsLocalPasses,
-    LosesUpdatesDuringTheExchange,
-    EndsBlocksLater,
-    WarmsUpAgain,
-    IsNotTheSameAfterSaving,
-)
-LOSING = (
-    RepeatsResidualsOnEachRank,
-    TakesTheFirstRanksBlock,
-    LeavesParametersAlone,
-    BeginsAnEmptyBlock,
-    LosesThePendingMean,
-    GivesEachRankItsOwnGradients,
-    WritesIntoOldStates,
-)
+def in_blocks(make, *arguments, **options):
+    return Recipe(num_samples=48, schedule=lambda _: make(*arguments), **options)
+
+
+INEXACT = {
+    ForgetsItsResiduals: Recipe(codec=ForgetsItsResiduals(Quantized(bits=1))),
+    DropsItsPendingMean: late(DropsItsPendingMean),
+    forgets_the_unit: None,
+    forgets_local_passes: None,
+    LosesUpdatesDuringTheExchange: in_blocks(
+        partial(LosesUpdatesDuringTheExchange, 24, overlap_steps=2)
+    ),
+    EndsBlocksLater: in_blocks(EndsBlocksLater, 36),
+    WarmsUpAgain: in_blocks(lambda: WarmsUpAgain(24, PeriodicAverage(36))),
+    IsNotTheSameAfterSaving: late(IsNotTheSameAfterSaving),
+}
+"""With the recipe of a run that shows it; a function returns it."""
+LOSING = {
+    RepeatsResidualsOnEachRank: Recipe(codec=RepeatsResidualsOnEachRank(Quantized(bits=1))),
+    TakesTheFirstRanksBlock: in_blocks(TakesTheFirstRanksBlock, 48, has_noise=False),
+    LeavesParametersAlone: in_blocks(LeavesParametersAlone, 48, has_noise=False),
+    BeginsAnEmptyBlock: in_blocks(BeginsAnEmptyBlock, 48, has_noise=False),
+    LosesThePendingMean: late(LosesThePendingMean, has_noise=False),
+    gives_each_rank_its_own_gradients: None,
+    WritesIntoOldStates: late(WritesIntoOldStates),
+}

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from torchmn.comm.codecs import ErrorFeedback, PowerSGD, Quantized
+from tests.contracts.broken.codecs import Base
+from torchmn.comm.codecs import PowerSGD
 from torchmn.exchange.schedules import BlockMomentum, DiLoCo, EveryStep
 
-from .schedules import CountsFinishedRanks, SmallBlocks
 
-
-class KeepsResidualsOfSums(ErrorFeedback):
+class KeepsResidualsOfSums(Base):
     """Adds the residual of one sum to the next one, whatever part of its mean that is.
 
     This was the rule before residuals had a scale: wrong with unequal weights, 16 times too much
     one step into a block of 16, W times too much where one of W ranks continues.
     """
 
-    def __init__(self):
-        super().__init__(Quantized(bits=4))
-
     def begin(self, total_scale):
         pass
-
-    def new_instance(self):
-        return type(self)()
 
 
 class FactorsResidualsOfSums(PowerSGD):
@@ -30,19 +23,6 @@ class FactorsResidualsOfSums(PowerSGD):
 
     def begin(self, total_scale):
         pass
-
-    def new_instance(self):
-        return type(self)()
-
-
-class AddsResidualsToADiscardedSum(ErrorFeedback):
-    """Adds residuals to a sum to which no rank contributes, and which is discarded."""
-
-    def __init__(self):
-        super().__init__(Quantized(bits=4))
-
-    def finish(self, *, is_valid):
-        super().finish(is_valid=True)
 
     def new_instance(self):
         return type(self)()
@@ -76,13 +56,6 @@ class WeighsRanksEqually(EveryStep):
         reducer._begin_exchange = begin_with_equal_weights
 
 
-class WeighsStepsEqually(SmallBlocks):
-    """Whatever their samples."""
-
-    def _count_samples(self, num_samples, mean_samples=None):
-        super()._count_samples(4.0)
-
-
 class AppliesFullMomentum(BlockMomentum):
     """Takes a part of a block for a small block of its own: its momentum is that of a full one."""
 
@@ -101,16 +74,3 @@ class TakesAFullOuterStep(DiLoCo):
 
     def partial_outer_step(self, pseudo_gradients, part):
         self.outer_step(pseudo_gradients, part * self.full_block_size)
-
-
-__all__ = [
-    "AddsResidualsToADiscardedSum",
-    "AppliesFullMomentum",
-    "CountsFinishedRanks",
-    "FactorsResidualsOfSums",
-    "KeepsAnOldUnit",
-    "KeepsResidualsOfSums",
-    "TakesAFullOuterStep",
-    "WeighsRanksEqually",
-    "WeighsStepsEqually",
-]

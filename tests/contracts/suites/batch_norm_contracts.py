@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from tests.contracts.suites.communicator_contracts import require
+from tests.contracts.suites.communicator_contracts import contracts_in, require
 from torchmn import create_multi_node_optimizer
 from torchmn.comm import Communicator
 from torchmn.nn import convert_batch_norm
@@ -300,16 +300,7 @@ def _require_equal(
     require(worst <= tolerance, f"{what}: off by {worst:.2g}, where {tolerance:.2g} is allowed")
 
 
-CONTRACTS = (
-    check_whole_batch,
-    check_large_mean,
-    check_sixteen_bits,
-    check_groups,
-    check_training,
-    check_given_weights,
-    check_checkpointing,
-    check_one_message,
-)
+CONTRACTS = contracts_in(globals())
 
 
 def check_all(comm: Communicator) -> None:

@@ -6,13 +6,19 @@ contract is broken. After every one of them the ranks are still together.
 
 from __future__ import annotations
 
-import time
+import threading
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-from tests.contracts.suites.communicator_contracts import ContractError, require, seeded
+from tests.contracts.suites.communicator_contracts import (
+    ContractError,
+    contracts_in,
+    require,
+    seeded,
+)
+from tests.limits import limit
 from torchmn.comm import ANY_SOURCE, ANY_TAG, Communicator, Status
 from torchmn.errors import RankMismatchError, UsageError
 
@@ -89,8 +95,8 @@ def check_handles(comm: Communicator) -> None:
     parts = [seeded(comm.rank, 4, salt=peer) for peer in range(size)]
     large = seeded(comm.rank, 40_003)
     given = x.clone()
-    if comm.rank == size - 1:
-        time.sleep(0.05)  # so that the first one of the others is pending until all are started
+    are_started = threading.Event()  # whatever the threads do, none is made before all are started
+    comm.engine.submit(lambda: are_started.wait(limit(10)))
     handles = [
         comm.start_allreduce(large, "max"),
         comm.start_allreduce(given),
@@ -99,6 +105,7 @@ def check_handles(comm: Communicator) -> None:
     ]
     tuples = [comm.start_allgather(given), comm.start_alltoall(parts)]
     given.zero_()  # it was copied when the collective was started
+    are_started.set()
     blocking = comm.allreduce(x, "min")
     expected = [
         torch.stack([seeded(rank, 40_003) for rank in range(size)]).amax(0),
@@ -206,14 +213,7 @@ def check_subgroup(comm: Communicator) -> None:
     _check_together(comm)
 
 
-CONTRACTS: tuple[Callable[[Communicator], None], ...] = (
-    check_mismatch,
-    check_rejection,
-    check_handles,
-    check_scaling,
-    check_messages,
-    check_subgroup,
-)
+CONTRACTS = contracts_in(globals())
 
 
 def check_all(comm: Communicator) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import torchmn.nn.functions
-from tests.contracts.suites.communicator_contracts import require, seeded
+from tests.contracts.suites.communicator_contracts import contracts_in, require, seeded
 from torchmn.comm import Communicator
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64)
@@ -72,6 +72,7 @@ def _scatter_rows(f, comm, x, size, root):
     return [f.scatter(comm, torch.stack([x * (r + 1) for r in range(size)]), root)]
 
 
+REDUCE = {"sum": torch.sum, "mean": torch.mean}
 COLLECTIVES: dict[str, tuple[bool, Callable, Callable]] = {
     # name: (whether shapes may differ, what a rank does, what one process does for that rank)
     "bcast": (True, _bcast, lambda xs, rank, root: [xs[root] * 1]),
@@ -92,12 +93,9 @@ COLLECTIVES: dict[str, tuple[bool, Callable, Callable]] = {
         f"allreduce {op}": (
             False,
             lambda f, comm, x, size, root, op=op: [f.allreduce(comm, x, op)],
-            lambda xs, rank, root, reduce=reduce: [reduce(torch.stack(xs))],
+            lambda xs, rank, root, reduce=reduce: [reduce(torch.stack(xs), 0)],
         )
-        for op, reduce in {
-            "sum": lambda s: s.sum(0),
-            "mean": lambda s: s.mean(0),
-        }.items()
+        for op, reduce in REDUCE.items()
     },
     **{
         f"reduce_scatter {op}": (
@@ -105,16 +103,11 @@ COLLECTIVES: dict[str, tuple[bool, Callable, Callable]] = {
             lambda f, comm, x, size, root, op=op: [
                 f.reduce_scatter(comm, [x * (r + 1) for r in range(size)], op)
             ],
-            lambda xs, rank, root, reduce=reduce: [reduce(torch.stack(xs) * (rank + 1))],
+            lambda xs, rank, root, reduce=reduce: [reduce(torch.stack(xs) * (rank + 1), 0)],
         )
-        for op, reduce in {
-            "sum": lambda s: s.sum(0),
-            "mean": lambda s: s.mean(0),
-        }.items()
+        for op, reduce in REDUCE.items()
     },
 }
-
-
 WITH_ROOT = {"bcast", "gather", "scatter", "scatter rows"}
 
 
@@ -495,20 +488,7 @@ def check_dropped_graphs(comm: Communicator, f: Any = torchmn.nn.functions) -> N
     )
 
 
-CONTRACTS: Sequence[Callable[..., None]] = (
-    check_collectives,
-    check_dtypes,
-    check_who_requires_a_gradient,
-    check_graphs,
-    check_random_programs,
-    check_chains,
-    check_tuples,
-    check_double_backward,
-    check_retained_graphs,
-    check_checkpointed,
-    check_autocast,
-    check_dropped_graphs,
-)
+CONTRACTS = contracts_in(globals())
 
 
 def check_all(comm: Communicator) -> None:

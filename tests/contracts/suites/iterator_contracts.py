@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.contracts.suites.communicator_contracts import require
+from tests.contracts.suites.communicator_contracts import contracts_in, require
 from torchmn import (
     SerialIterator,
     create_empty_dataset,
@@ -165,7 +165,7 @@ class Numbers:
         return index
 
 
-CONTRACTS = (check_batches, check_states, check_loaders, check_errors, check_synchronized)
+CONTRACTS = contracts_in(globals())
 
 
 def check_all(comm: Communicator) -> None:

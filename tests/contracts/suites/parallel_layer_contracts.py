@@ -14,14 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.contracts.suites.batch_norm_contracts import _require_equal as require_equal
 from tests.contracts.suites.batch_norm_contracts import drawn
-from tests.contracts.suites.communicator_contracts import require
+from tests.contracts.suites.communicator_contracts import contracts_in, require
 from torchmn.comm import Communicator
-from torchmn.nn import (
-    ParallelConv2d,
-    ParallelLinear,
-    gather_state_dict,
-    load_whole_state_dict,
-)
+from torchmn.nn import ParallelConv2d, ParallelLinear, gather_state_dict, load_whole_state_dict
 from torchmn.nn.parallel_layer import Split
 
 SPLITS: tuple[Split, ...] = ("output", "input")
@@ -162,7 +157,7 @@ def _images(step: int) -> Tensor:
     return drawn(10 + step, 3, 5, 6, 6)
 
 
-CONTRACTS = (check_layers, check_training, check_states, check_recomputation)
+CONTRACTS = contracts_in(globals())
 
 
 def check_all(comm: Communicator) -> None:

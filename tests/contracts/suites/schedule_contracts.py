@@ -244,7 +244,7 @@ def check_options(comm: Communicator, make: MakeSchedule, codec: str | None) -> 
         for group in run.optimizer.param_groups:
             group["lr"] *= 0.7
     run.optimizer.flush()
-    replay = _network()
+    replay = small_network()
     inner = _Recorder(replay)
     for step, gradients in enumerate(run.applied):
         for parameter, gradient in zip(replay.parameters(), gradients, strict=True):
@@ -279,8 +279,8 @@ def check_block_means(comm: Communicator, make: MakeSchedule, codec: str | None)
     run.step(0)
     here = [(b - w).double() for b, w in zip(start, run.parameters(), strict=True)]
     run.optimizer.flush()
-    moved = _flat([(b - w).double() for b, w in zip(start, run.parameters(), strict=True)])
-    gathered = comm.allgather_obj((2 + comm.rank, _flat(here)))
+    moved = flat([(b - w).double() for b, w in zip(start, run.parameters(), strict=True)])
+    gathered = comm.allgather_obj((2 + comm.rank, flat(here)))
     total = sum(num_samples for num_samples, _ in gathered)
     mean = torch.stack([num_samples * part / total for num_samples, part in gathered]).sum(0)
     factor = float(moved @ mean / (mean @ mean))
@@ -494,8 +494,17 @@ def block_schedule(optimizer: MultiNodeOptimizer) -> LocalUpdateSchedule:
     return schedule
 
 
-def _flat(tensors: list[Tensor]) -> Tensor:
-    return torch.cat([tensor.flatten() for tensor in tensors])
+def flat(tensors: Iterable[Tensor]) -> Tensor:
+    """All elements, one tensor after the other."""
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])
+
+
+def require_same(comm: Communicator, held: dict[str, Tensor], when: str) -> None:
+    """The same bits on all ranks. *Collective.*"""
+    for rank, theirs in enumerate(comm.allgather_obj(held)):
+        require(theirs.keys() == held.keys(), f"{when}: rank {rank} holds other tensors")
+        for name, tensor in held.items():
+            require(torch.equal(theirs[name], tensor), f"{when}: {name} differs on rank {rank}")
 
 
 class TrackedRun:
@@ -507,7 +516,7 @@ class TrackedRun:
         self.comm = comm
         self.batch_size = batch_size
         self.codec = codec
-        self.model: nn.Module = _network()
+        self.model: nn.Module = small_network()
         self._inner = _Recorder(self.model)
         self.optimizer: MultiNodeOptimizer = create_multi_node_optimizer(
             self._inner, comm, self.model, schedule=make(), codec=codec
@@ -586,10 +595,7 @@ class TrackedRun:
 
     def require_same(self, held: dict[str, Tensor], when: str) -> None:
         """The same bits on all ranks. *Collective.*"""
-        for rank, theirs in enumerate(self.comm.allgather_obj(held)):
-            require(theirs.keys() == held.keys(), f"{when}: rank {rank} holds other tensors")
-            for name, tensor in held.items():
-                require(torch.equal(theirs[name], tensor), f"{when}: {name} differs on rank {rank}")
+        require_same(self.comm, held, when)
 
 
 class _Recorder(Optimizer):
@@ -613,7 +619,7 @@ class _Recorder(Optimizer):
                 parameter.sub_(group["lr"] * velocity)
 
 
-def _network() -> nn.Sequential:
+def small_network() -> nn.Sequential:
     """A small float64 network with matrices that are large enough to be quantized."""
     model = nn.Sequential(
         nn.Conv2d(1, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(3 * 4 * 4, 45), nn.Tanh(),

@@ -12,9 +12,10 @@ import time
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from tests.contracts.suites.communicator_contracts import filled, require, seeded
+from tests.contracts.suites.communicator_contracts import contracts_in, require, seeded
+from tests.contracts.suites.schedule_contracts import require_same, small_network
 from torchmn.comm import Communicator
 from torchmn.errors import NonFiniteGradientError
 from torchmn.exchange.optimizer import MultiNodeOptimizer, create_multi_node_optimizer
@@ -111,7 +112,7 @@ def check_alone(comm: Communicator, make: MakeServer) -> None:
     """One worker is as the plain optimizer, bit by bit, with changing hyper-parameters too."""
     alone = comm.split(comm.rank, 0)
     for kind in (torch.optim.SGD, torch.optim.AdamW):
-        plain_model, model = _network(), _network()
+        plain_model, model = small_network(), small_network()
         plain, inner = (
             kind([{"params": network.parameters(), "momentum": 0.9}], 0.05, weight_decay=0.01)
             for network in (plain_model, model)
@@ -198,7 +199,7 @@ class _Run:
         momentum: float = 0,
     ) -> None:
         self.comm = comm
-        self.model = _network()
+        self.model = small_network()
         self.begin = [p.detach().clone() for p in self.model.parameters()]
         self.total = [torch.zeros_like(p) for p in self.begin]
         inner = torch.optim.SGD(self.model.parameters(), RATE, momentum=momentum)
@@ -231,11 +232,7 @@ class _Run:
 
     def require_replicas(self, when: str) -> None:
         """*Collective.*"""
-        held = self.tensors()
-        for rank, theirs in enumerate(self.comm.allgather_obj(held)):
-            require(theirs.keys() == held.keys(), f"{when}: rank {rank} holds other tensors")
-            for name, tensor in held.items():
-                require(torch.equal(theirs[name], tensor), f"{when}: {name} differs on rank {rank}")
+        require_same(self.comm, self.tensors(), when)
 
     def tensors(self) -> dict[str, Tensor]:
         """Parameters and optimizer state by name."""
@@ -246,24 +243,7 @@ class _Run:
         return dict(sorted(held.items()))
 
 
-def _network() -> nn.Sequential:
-    """A small float64 network with a matrix that is large enough to be quantized."""
-    model = nn.Sequential(
-        nn.Conv2d(1, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(3 * 4 * 4, 45), nn.Tanh(),
-        nn.Linear(45, 4),
-    )  # fmt: skip
-    return filled(model)
-
-
-SERVER_CONTRACTS: tuple[Callable[[Communicator, MakeServer], None], ...] = (
-    check_sums,
-    check_flush,
-    check_bound,
-    check_zeros,
-    check_alone,
-    check_state,
-    check_nonfinite,
-)
+SERVER_CONTRACTS = contracts_in(globals())
 
 
 def check_all(comm: Communicator, servers: int | str) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import torchmn.cntk as C
-from tests.contracts.suites.communicator_contracts import require
+from tests.contracts.suites.communicator_contracts import contracts_in, require
 from torchmn.comm import Communicator
 
 Array = npt.NDArray[np.float64]
@@ -195,12 +195,7 @@ def check_blocks(comm: Communicator, make_trainer: MakeTrainer) -> None:
     _require_close(model, blocks_by_hand(comm.size, sizes, block_size), "the last block")
 
 
-TRAINER_CONTRACTS: list[Contract] = [
-    check_sums_over_all_samples,
-    check_averages_are_global,
-    check_ends_together,
-    check_blocks,
-]
+TRAINER_CONTRACTS = contracts_in(globals())
 
 
 def _require_close(model: Linear, expected: Array, when: str) -> None:

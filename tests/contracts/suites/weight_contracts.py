@@ -24,6 +24,7 @@ from tests.contracts.suites.schedule_contracts import (
     MakeSchedule,
     TrackedRun,
     block_schedule,
+    flat,
     variants,
 )
 from torchmn.comm import Communicator
@@ -74,8 +75,8 @@ def check_weighted_means(
     run.optimizer.flush()
     require(len(run.applied) == len(weights), f"{len(run.applied)} of {len(weights)} means arrived")
     for step, (got, by_rank) in enumerate(zip(run.applied, weights, strict=True)):
-        own = _Own(_flat(run.local[step]), by_rank[comm.rank], lost[step], lost[step + 1])
-        _require_accounted(comm, codec, _flat(got), own, f"step {step}")
+        own = _Own(flat(run.local[step]), by_rank[comm.rank], lost[step], lost[step + 1])
+        _require_accounted(comm, codec, flat(got), own, f"step {step}")
 
 
 def check_weighted_join(comm: Communicator, make: MakeSchedule, codec: str | None) -> None:
@@ -92,9 +93,9 @@ def check_weighted_join(comm: Communicator, make: MakeSchedule, codec: str | Non
     total = torch.zeros_like(_lost(run.optimizer))
     for step in range(num_rounds):
         weight = 1.0 + comm.rank + step % 3 if step < num_own else 0.0
-        total += _weighted_mean(comm, _flat(run.local[min(step, num_own - 1)]), weight)
-    got = torch.stack([_flat(gradients) for gradients in applied]).sum(0)
-    largest = num_rounds * comm.allreduce(_flat(run.local[0]).abs().max(), "max")
+        total += _weighted_mean(comm, flat(run.local[min(step, num_own - 1)]), weight)
+    got = torch.stack([flat(gradients) for gradients in applied]).sum(0)
+    largest = num_rounds * comm.allreduce(flat(run.local[0]).abs().max(), "max")
     error = float((got - (total - comm.allreduce(_lost(run.optimizer)))).abs().max())
     _require_small(codec, error, float(largest), "join()")
 
@@ -125,7 +126,7 @@ class _Watch:
 
         def pack_and_note(weight: float, *, is_active: bool, step: int) -> None:
             pairs = zip(fragment.anchors, fragment.parameters, strict=True)
-            pseudo_gradient = _flat([(anchor - parameter).detach() for anchor, parameter in pairs])
+            pseudo_gradient = flat([(anchor - parameter).detach() for anchor, parameter in pairs])
             self.exchanges.append(_Exchanged(self.num_samples, pseudo_gradient))
             self.num_samples = 0.0
             pack(weight, is_active=is_active, step=step)
@@ -133,7 +134,7 @@ class _Watch:
         def means_and_note() -> list[PseudoGradient]:
             pseudo_gradients = means()
             sizes = {each.name: each.mean.numel() for each in pseudo_gradients}
-            self.exchanges[-1].mean = _flat([each.mean for each in pseudo_gradients])
+            self.exchanges[-1].mean = flat([each.mean for each in pseudo_gradients])
             self.exchanges[-1].lost = _residuals_of(fragment.codec, sizes)
             return pseudo_gradients
 
@@ -196,13 +197,13 @@ def check_parts_of_blocks(comm: Communicator, make: MakeSchedule, codec: str | N
         run = TrackedRun(comm, make, codec)
         for step in range(6):
             run.step(step)
-        start = _flat(run.parameters())
+        start = flat(run.parameters())
         for group in run.optimizer.param_groups:
             group["lr"] = 0.0
         for step in range(num_steps):
             run.step(6 + step)
         run.optimizer.flush()
-        ways.append(_flat(run.parameters()) - start)
+        ways.append(flat(run.parameters()) - start)
     full, *parts = ways
     for num_steps, way in enumerate(parts, 1):
         error = float((way - num_steps / 3 * full).abs().max())
@@ -275,10 +276,6 @@ def _residuals_of(codec: Codec | None, sizes: dict[str, int]) -> Tensor:
         first, values = entry["offset"], entry["values"]
         parts[entry["name"]][first : first + len(values)] += values / entry["scale"]
     return torch.cat(list(parts.values()))
-
-
-def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([tensor.detach().flatten() for tensor in tensors])
 
 
 WEIGHT_CONTRACTS: dict[ReplicaConsistency, tuple[Contract, ...]] = {

@@ -14,7 +14,10 @@ from torch.optim import Optimizer
 
 from tests.contracts.suites.communicator_contracts import seeded
 from tests.unit.models import fill, values
-from torchmn.comm import Communicator
+from torchmn import create_multi_node_optimizer
+from torchmn.cluster import Topology
+from torchmn.comm import Communicator, RouteName
+from torchmn.testing import run_ranks
 
 
 def model_of_layers(width: int = 6, num_hidden: int = 1) -> nn.Sequential:
@@ -29,6 +32,35 @@ def split_groups(model: nn.Module) -> list[list[nn.Parameter]]:
     return [[p for p in model.parameters() if (p.ndim > 1) == first] for first in (True, False)]
 
 
+def create(
+    comm: Communicator | None,
+    model: nn.Module,
+    inner: Sequence[Optimizer],
+    what: str,
+    **options: str,
+) -> Sequence[Optimizer]:
+    """Multi-node optimizers with the options of ``what``; in one process the inner ones."""
+    given = {"samples": {"weight": "samples"}, "view": {"gradient_as_bucket_view": True}}
+    options |= given.get(what, {})  # type: ignore[arg-type]
+    if comm is None:
+        return inner
+    return [create_multi_node_optimizer(each, comm, model, **options) for each in inner]  # type: ignore[arg-type]
+
+
+def check_as_one_process(
+    train: Callable[[Communicator | None], list[Tensor]],
+    num_ranks: int,
+    *,
+    name: RouteName = "flat",
+    tolerance: float = 1e-9,
+) -> None:
+    """All ranks, each a node of its own, have the parameters that ``train(None)`` returns."""
+    expected = train(None)
+    for result in run_ranks(train, num_ranks, name=name, topology=Topology.blocks([1] * num_ranks)):
+        for here, there in zip(result, expected, strict=True):
+            torch.testing.assert_close(here, there, rtol=tolerance, atol=tolerance)
+
+
 def train(
     comm: Communicator | None,
     num_ranks: int,
@@ -36,10 +68,10 @@ def train(
     optimizers: Sequence[Optimizer],
     what: str,
     *,
-    num_steps: int,
-    overflow: int,
-    reloads: Sequence[int],
-    is_frozen: Callable[[int], bool],
+    num_steps: int = 6,
+    overflow: int = 3,
+    reloads: Sequence[int] = (2,),
+    is_frozen: Callable[[int], bool] = lambda step: step % 3 == 1,
 ) -> list[Tensor]:
     """Train on this rank's rows, or without ``comm`` on all; return the parameters.
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.ranks import on_ranks
 from tests.unit.models import fill, optimizer_of
 from torchmn import create_multi_node_optimizer
 from torchmn.testing import run_ranks
@@ -25,13 +26,11 @@ def test_large_gradients_do_not_overflow_in_the_sum(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.complex64])
-def test_other_dtypes_pass_through_a_codec(dtype: torch.dtype) -> None:
-    def rank_main(comm):
-        weight = nn.Parameter(torch.ones(3, dtype=dtype))
-        model = nn.ParameterList([weight])
-        create_multi_node_optimizer(torch.optim.SGD([weight], 0.1), comm, model, codec="bfloat16")
-        (weight * (comm.rank + 1)).abs().sum().backward()
-        assert weight.grad.dtype == dtype
-        assert weight.grad.real.tolist() == pytest.approx([2.0] * 3, rel=1e-2)
-
-    run_ranks(rank_main, 3)
+@on_ranks(3)
+def test_other_dtypes_pass_through_a_codec(comm, dtype: torch.dtype) -> None:
+    weight = nn.Parameter(torch.ones(3, dtype=dtype))
+    model = nn.ParameterList([weight])
+    create_multi_node_optimizer(torch.optim.SGD([weight], 0.1), comm, model, codec="bfloat16")
+    (weight * (comm.rank + 1)).abs().sum().backward()
+    assert weight.grad.dtype == dtype
+    assert weight.grad.real.tolist() == pytest.approx([2.0] * 3, rel=1e-2)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.limits import limit
-from tests.unit.models import batch, loss_of, mlp, near, optimizer_of
+from tests.ranks import on_ranks
+from tests.unit.models import batch, loss_of, near, optimizer_of, wrap
 from torchmn.comm.streams import Deferred, HostStreams
 from torchmn.errors import NonFiniteGradientError, RankMismatchError, UsageError
 from torchmn.testing import run_ranks
@@ -61,13 +62,8 @@ def late(comm):
     return comm
 
 
-def made(comm, model, **options):
-    return optimizer_of(comm, model, **options)
-
-
 def train(comm, *, weights=(1.0,) * NUM_RANKS, num_steps=4, **options) -> list[Tensor]:
-    model = mlp()
-    optimizer = made(comm, model, **options)
+    model, optimizer = wrap(comm, **options)
     for step in range(num_steps):
         optimizer.zero_grad()
         optimizer.set_weight(weights[comm.rank])
@@ -91,20 +87,16 @@ def train(comm, *, weights=(1.0,) * NUM_RANKS, num_steps=4, **options) -> list[T
     ],
     ids=str,
 )
-def test_the_means_are_those_of_a_host_that_waits(options, weights) -> None:
-    def rank_main(comm):
-        expected = train(comm, weights=weights, **options)
-        return near(train(late(comm), weights=weights, **options), expected, 1e-6)
-
-    assert all(run_ranks(rank_main, NUM_RANKS))
+@on_ranks(NUM_RANKS)
+def test_the_means_are_those_of_a_host_that_waits(comm, options, weights) -> None:
+    expected = train(comm, weights=weights, **options)
+    assert near(train(late(comm), weights=weights, **options), expected, 1e-6)
 
 
-def test_no_step_waits_for_numbers() -> None:
-    def rank_main(comm):
-        train(late(comm))
-        return comm.engine.streams.num_waits
-
-    assert run_ranks(rank_main, NUM_RANKS) == [0] * NUM_RANKS
+@on_ranks(NUM_RANKS)
+def test_no_step_waits_for_numbers(comm) -> None:
+    train(late(comm))
+    assert comm.engine.streams.num_waits == 0
 
 
 def diverging_step(comm, optimizer, model, *, is_bad: bool) -> None:
@@ -114,84 +106,69 @@ def diverging_step(comm, optimizer, model, *, is_bad: bool) -> None:
 
 
 class TestNotFinite:
-    def test_is_raised_before_the_next_exchange_and_says_that_a_step_was_made(self) -> None:
-        def rank_main(comm):
-            model = mlp()
-            optimizer = made(late(comm), model)
-            diverging_step(comm, optimizer, model, is_bad=comm.rank == 1)
-            optimizer.step()
-            with pytest.raises(NonFiniteGradientError) as error:
-                diverging_step(comm, optimizer, model, is_bad=False)
-            assert "rank 1: " in str(error.value)
-            assert "the parameters have taken the step" in str(error.value)
-            diverging_step(comm, optimizer, model, is_bad=False)  # and training can go on
-            return len(optimizer.nonfinite)
-
-        assert run_ranks(rank_main, NUM_RANKS) == [1] * NUM_RANKS
-
-    def test_is_dropped_where_a_scaler_has_left_the_step_out(self) -> None:
-        def rank_main(comm):
-            model = mlp()
-            optimizer = made(late(comm), model)
-            scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-            for is_bad in (comm.rank == 1, False):
-                optimizer.zero_grad()
-                loss = loss_of(model, batch(comm.rank, 0))
-                scaler.scale(loss * (float("inf") if is_bad else 1.0)).backward()
-                scaler.step(optimizer)
-                scaler.update()
-            optimizer.flush()
-            are_finite = all(bool(p.isfinite().all()) for p in model.parameters())
-            return are_finite, len(optimizer.nonfinite)
-
-        assert run_ranks(rank_main, NUM_RANKS) == [(True, 1)] * NUM_RANKS
-
-    def test_flush_raises_what_the_last_step_has_met(self) -> None:
-        def rank_main(comm):
-            model = mlp()
-            optimizer = made(late(comm), model)
-            diverging_step(comm, optimizer, model, is_bad=comm.rank == 0)
-            optimizer.step()
-            with pytest.raises(NonFiniteGradientError, match="have taken the step"):
-                optimizer.flush()
-
-        run_ranks(rank_main, NUM_RANKS)
-
-
-def test_weights_of_zero_are_raised_before_the_next_exchange() -> None:
-    def rank_main(comm):
-        model = mlp()
-        optimizer = made(late(comm), model, weight="samples")
-        first = model[0]
-        optimizer.zero_grad()
-        first.weight.square().sum().backward()  # no forward pass of the model: no samples
+    @on_ranks(NUM_RANKS)
+    def test_is_raised_before_the_next_exchange_and_says_that_a_step_was_made(self, comm) -> None:
+        model, optimizer = wrap(late(comm))
+        diverging_step(comm, optimizer, model, is_bad=comm.rank == 1)
         optimizer.step()
-        with pytest.raises(UsageError, match="weights of all ranks are zero.*taken the step"):
-            first.weight.square().sum().backward()
+        with pytest.raises(NonFiniteGradientError) as error:
+            diverging_step(comm, optimizer, model, is_bad=False)
+        assert "rank 1: " in str(error.value)
+        assert "the parameters have taken the step" in str(error.value)
+        diverging_step(comm, optimizer, model, is_bad=False)  # and training can go on
+        assert len(optimizer.nonfinite) == 1
 
-    run_ranks(rank_main, NUM_RANKS)
+    @on_ranks(NUM_RANKS)
+    def test_is_dropped_where_a_scaler_has_left_the_step_out(self, comm) -> None:
+        model, optimizer = wrap(late(comm))
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for is_bad in (comm.rank == 1, False):
+            optimizer.zero_grad()
+            loss = loss_of(model, batch(comm.rank, 0))
+            scaler.scale(loss * (float("inf") if is_bad else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.flush()
+        are_finite = all(bool(p.isfinite().all()) for p in model.parameters())
+        assert (are_finite, len(optimizer.nonfinite)) == (True, 1)
+
+    @on_ranks(NUM_RANKS)
+    def test_flush_raises_what_the_last_step_has_met(self, comm) -> None:
+        model, optimizer = wrap(late(comm))
+        diverging_step(comm, optimizer, model, is_bad=comm.rank == 0)
+        optimizer.step()
+        with pytest.raises(NonFiniteGradientError, match="have taken the step"):
+            optimizer.flush()
 
 
-def test_a_gradient_that_only_one_rank_has_is_there_on_all() -> None:
-    def rank_main(comm):
-        model = nn.ModuleDict({"a": nn.Linear(2, 1), "b": nn.Linear(2, 1)})
-        optimizer = made(late(comm), model)
-        loss = model["a"](torch.ones(1, 2)).sum()
-        if comm.rank == 0:
-            loss = loss + model["b"](torch.ones(1, 2)).sum()
-        loss.backward()
-        found = model["b"].weight.grad is not None
-        optimizer.zero_grad()
-        model["a"](torch.ones(1, 2)).sum().backward()
-        return found, model["b"].weight.grad is None
+@on_ranks(NUM_RANKS)
+def test_weights_of_zero_are_raised_before_the_next_exchange(comm) -> None:
+    model, optimizer = wrap(late(comm), weight="samples")
+    first = model[0]
+    optimizer.zero_grad()
+    first.weight.square().sum().backward()  # no forward pass of the model: no samples
+    optimizer.step()
+    with pytest.raises(UsageError, match="weights of all ranks are zero.*taken the step"):
+        first.weight.square().sum().backward()
 
-    assert run_ranks(rank_main, NUM_RANKS) == [(True, True)] * NUM_RANKS
+
+@on_ranks(NUM_RANKS)
+def test_a_gradient_that_only_one_rank_has_is_there_on_all(comm) -> None:
+    model = nn.ModuleDict({"a": nn.Linear(2, 1), "b": nn.Linear(2, 1)})
+    optimizer = optimizer_of(late(comm), model)
+    loss = model["a"](torch.ones(1, 2)).sum()
+    if comm.rank == 0:
+        loss = loss + model["b"](torch.ones(1, 2)).sum()
+    loss.backward()
+    found = model["b"].weight.grad is not None
+    optimizer.zero_grad()
+    model["a"](torch.ones(1, 2)).sum().backward()
+    assert (found, model["b"].weight.grad is None) == (True, True)
 
 
 def test_a_late_rank_beside_clipping_is_noticed_one_step_late() -> None:
     def rank_main(comm):
-        model = mlp()
-        optimizer = made(late(comm), model)
+        model, optimizer = wrap(late(comm))
         if comm.rank != 2:
             loss_of(model, batch(comm.rank, 0)).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
@@ -226,7 +203,7 @@ def test_a_bucket_waits_for_all_streams_of_its_gradients() -> None:
     def rank_main(comm):
         comm.engine.streams = streams = Named()
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-        optimizer = made(comm, model)
+        optimizer = optimizer_of(comm, model)
         for _ in range(2):
             optimizer.zero_grad()
             streams.waits.clear()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.ranks import on_ranks
 from tests.unit.models import batch, equal, grads, loss_of, near, wrap
 from torchmn import create_multi_node_optimizer
 from torchmn.cluster import Topology
@@ -89,28 +90,24 @@ def test_views_of_the_bucket_are_overwritten_by_the_next_pass() -> None:
 
 
 @pytest.mark.parametrize("holder", HOLDERS)
-def test_a_bucket_in_use_by_the_script_gets_new_memory(holder: str) -> None:
+@on_ranks(2)
+def test_a_bucket_in_use_by_the_script_gets_new_memory(comm, holder: str):
     """And only then: without it the same memory holds every mean, with no copy."""
-
-    def rank_main(comm):
-        model, optimizer = wrap(comm)
-        addresses, held, copy = [], None, None
-        for step in range(6):
-            optimizer.zero_grad()
-            loss_of(model, batch(comm.rank, step)).backward()
-            gradient = model[0].weight.grad
-            addresses.append(gradient.data_ptr())
-            if step == 2 and comm.rank == 0:
-                held, copy = HOLDERS[holder](gradient), gradient.clone()
-            del gradient
-            optimizer.step()
-        if held is not None and holder not in ("a graph", "a row"):
-            assert torch.equal(torch.as_tensor(held).view(-1), copy.view(-1))
-        assert len(set(addresses)) == (2 if comm.rank == 0 else 1)
-        return [p.detach().clone() for p in model.parameters()]
-
-    first, second = run_ranks(rank_main, 2)
-    assert equal(first, second)
+    model, optimizer = wrap(comm)
+    addresses, held, copy = [], None, None
+    for step in range(6):
+        optimizer.zero_grad()
+        loss_of(model, batch(comm.rank, step)).backward()
+        gradient = model[0].weight.grad
+        addresses.append(gradient.data_ptr())
+        if step == 2 and comm.rank == 0:
+            held, copy = HOLDERS[holder](gradient), gradient.clone()
+        del gradient
+        optimizer.step()
+    if held is not None and holder not in ("a graph", "a row"):
+        assert torch.equal(torch.as_tensor(held).view(-1), copy.view(-1))
+    assert len(set(addresses)) == (2 if comm.rank == 0 else 1)
+    return [p.detach().clone() for p in model.parameters()]
 
 
 def test_gradients_that_were_not_cleared_survive_a_move() -> None:

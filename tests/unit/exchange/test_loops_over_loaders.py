@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.ranks import on_ranks
 from torchmn import GlobalSampler, create_multi_node_optimizer, scatter_loader
 from torchmn.data.divided_batches import divided_batches
 from torchmn.errors import UsageError
@@ -59,10 +60,6 @@ class Run:
 
     def no_sync(self, optimizer: Any) -> Any:
         return contextlib.nullcontext() if self.comm is None else optimizer.no_sync()
-
-    def share(self, whole: Tensor) -> Tensor:
-        """This rank's part of samples that no loader has, all of one size."""
-        return whole if self.comm is None else whole.chunk(self.comm.size)[self.comm.rank]
 
 
 def loss_of(model: nn.Module, batch: Any) -> Tensor:
@@ -415,52 +412,47 @@ def test_one_weight_that_would_be_wrong_is_refused_on_all_ranks(
 
 
 @pytest.mark.parametrize("when", ["not read", "read to the end", "trained with", "gone", "even"])
-def test_a_model_that_never_sees_a_loader_s_batches_keeps_equal_weights(when: str) -> None:
+@on_ranks(2)
+def test_a_model_that_never_sees_a_loader_s_batches_keeps_equal_weights(
+    comm: Any, when: str
+) -> None:
     """Ranks train it with different numbers of samples: the mean of ranks, as without a loader."""
-
-    def rank_main(comm: Any) -> tuple[Tensor, Tensor]:
-        run = Run(comm)
-        loader = run.loader(8 if when == "even" else 9, 32 if when == "even" else 27)
-        if when == "trained with":
-            model, optimizer = run.model()
-            for batch in loader:
-                step(model, optimizer, batch)
+    run = Run(comm)
+    loader = run.loader(8 if when == "even" else 9, 32 if when == "even" else 27)
+    if when == "trained with":
         model, optimizer = run.model()
-        if when in ("read to the end", "gone"):
-            with torch.no_grad():
-                list(loader)
-        if when == "gone":
-            del loader
-            gc.collect()
-        elif when == "even":  # in the same loop
-            next(iter(loader))
-        x = torch.full((comm.rank + 1, 5), comm.rank + 1.0).double()
-        optimizer.zero_grad()
-        model(x).mean().backward()
-        found = model[2].bias.grad.clone(), model[2].weight.grad.clone()
-        own = model[:2](x).mean(0, keepdim=True).detach()
-        return found[1], comm.allreduce(own, "mean")
+        for batch in loader:
+            step(model, optimizer, batch)
+    model, optimizer = run.model()
+    if when in ("read to the end", "gone"):
+        with torch.no_grad():
+            list(loader)
+    if when == "gone":
+        del loader
+        gc.collect()
+    elif when == "even":  # in the same loop
+        next(iter(loader))
+    x = torch.full((comm.rank + 1, 5), comm.rank + 1.0).double()
+    optimizer.zero_grad()
+    model(x).mean().backward()
+    found = model[2].weight.grad.clone()
+    own = model[:2](x).mean(0, keepdim=True).detach()
+    torch.testing.assert_close(found, comm.allreduce(own, "mean"), rtol=0, atol=1e-12)
 
-    for found, wanted in run_ranks(rank_main, 2):
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
 
-
-def test_loaders_of_another_communicator_are_not_followed() -> None:
-    def rank_main(comm: Any) -> list[float]:
-        others = comm.split(0, comm.rank)
-        run = Run(others)
-        loader = run.loader(9)
-        model, _ = Run(comm).model()
-        weights = []
-        for x, y in loader:
-            loss_of(model, (x[:1], y[:1])).backward()
-            weights.append(float(model[2].bias.grad))
-        assert divided_batches(comm).passes == []
-        assert divided_batches(others).is_used
-        return weights
-
-    first, second = run_ranks(rank_main, 2)
-    assert first == second
+@on_ranks(2)
+def test_loaders_of_another_communicator_are_not_followed(comm: Any) -> list[float]:
+    others = comm.split(0, comm.rank)
+    run = Run(others)
+    loader = run.loader(9)
+    model, _ = Run(comm).model()
+    weights = []
+    for x, y in loader:
+        loss_of(model, (x[:1], y[:1])).backward()
+        weights.append(float(model[2].bias.grad))
+    assert divided_batches(comm).passes == []
+    assert divided_batches(others).is_used
+    return weights
 
 
 @pytest.mark.parametrize("loading", ["scatter_loader", "plain", "workers"])

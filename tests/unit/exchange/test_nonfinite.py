@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.ranks import on_ranks
 from tests.unit.models import batch, equal, fill, loss_of, mlp, optimizer_of, values
 from torchmn import create_multi_node_optimizer
 from torchmn.errors import NonFiniteGradientError
@@ -70,88 +71,79 @@ def test_warn_and_ignore_still_step(choice: str, num_warnings: int) -> None:
     assert len(texts) == num_warnings
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_large_gradients_whose_sum_overflows_are_fine(world_size: int) -> None:
-    def rank_main(comm):
-        model = fill(nn.Linear(2000, 1, bias=False))
-        optimizer = optimizer_of(comm, model, lr=1e-30)
-        (model(torch.ones(1, 2000)).sum() * 1e36).backward()
-        assert torch.equal(model.weight.grad, torch.full((1, 2000), 1e36))
+@on_ranks(1, 2)
+def test_large_gradients_whose_sum_overflows_are_fine(comm) -> None:
+    model = fill(nn.Linear(2000, 1, bias=False))
+    optimizer = optimizer_of(comm, model, lr=1e-30)
+    (model(torch.ones(1, 2000)).sum() * 1e36).backward()
+    assert torch.equal(model.weight.grad, torch.full((1, 2000), 1e36))
+    optimizer.step()
+    assert optimizer.nonfinite == []
+
+
+@on_ranks(2)
+def test_what_float16_cannot_hold_names_the_rank_that_sent_it(comm) -> None:
+    model, optimizer = wrap(comm, codec="float16")
+    backward(model, comm, 0, 1e9 if comm.rank == 1 else 1.0)
+    with pytest.raises(NonFiniteGradientError, match="rank 1: "):
         optimizer.step()
-        assert optimizer.nonfinite == []
-
-    run_ranks(rank_main, world_size)
-
-
-def test_what_float16_cannot_hold_names_the_rank_that_sent_it() -> None:
-    def rank_main(comm):
-        model, optimizer = wrap(comm, codec="float16")
-        backward(model, comm, 0, 1e9 if comm.rank == 1 else 1.0)
-        with pytest.raises(NonFiniteGradientError, match="rank 1: "):
-            optimizer.step()
-        assert list(optimizer.nonfinite[0].by_rank) == [1]
-
-    run_ranks(rank_main, 2)
+    assert list(optimizer.nonfinite[0].by_rank) == [1]
 
 
 @pytest.mark.parametrize("has_closure", [False, True])
-def test_one_rank_alone_refuses_too(has_closure: bool) -> None:
-    def rank_main(comm):
-        model = mlp()
-        optimizer = optimizer_of(comm, model)
-        before = values(model)
+@on_ranks(1)
+def test_one_rank_alone_refuses_too(comm, has_closure: bool) -> None:
+    model = mlp()
+    optimizer = optimizer_of(comm, model)
+    before = values(model)
 
-        def closure(scale=float("inf")):
-            optimizer.zero_grad()
-            loss = loss_of(model, batch(comm.rank, 0)) * scale
-            loss.backward()
-            return loss
+    def closure(scale=float("inf")):
+        optimizer.zero_grad()
+        loss = loss_of(model, batch(comm.rank, 0)) * scale
+        loss.backward()
+        return loss
 
-        if not has_closure:
-            closure()
-        with pytest.raises(NonFiniteGradientError, match=r"rank 0: 0\.weight"):
-            optimizer.step(closure if has_closure else None)
-        assert equal(values(model), before)
-        assert [sorted(problem.by_rank) for problem in optimizer.nonfinite] == [[0]]
-        closure(1.0)
+    if not has_closure:
+        closure()
+    with pytest.raises(NonFiniteGradientError, match=r"rank 0: 0\.weight"):
+        optimizer.step(closure if has_closure else None)
+    assert equal(values(model), before)
+    assert [sorted(problem.by_rank) for problem in optimizer.nonfinite] == [[0]]
+    closure(1.0)
+    optimizer.step()
+    assert not equal(values(model), before)
+
+
+@on_ranks(1)
+def test_one_rank_alone_refuses_what_other_parts_refuse(
+    comm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = mlp()
+    optimizer = optimizer_of(comm, model)
+    mesh = optimizer.reducer.parameters.mesh
+    monkeypatch.setattr(mesh, "any", lambda flag: True)  # as if another rank had found some
+    loss_of(model, batch(0, 0)).backward()
+    with pytest.raises(NonFiniteGradientError, match="a part of the model that another rank"):
         optimizer.step()
-        assert not equal(values(model), before)
-
-    run_ranks(rank_main, 1)
+    assert [problem.by_rank for problem in optimizer.nonfinite] == [{}]
 
 
-def test_one_rank_alone_refuses_what_other_parts_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
-    def rank_main(comm):
-        model = mlp()
-        optimizer = optimizer_of(comm, model)
-        mesh = optimizer.reducer.parameters.mesh
-        monkeypatch.setattr(mesh, "any", lambda flag: True)  # as if another rank had found some
-        loss_of(model, batch(0, 0)).backward()
-        with pytest.raises(NonFiniteGradientError, match="a part of the model that another rank"):
-            optimizer.step()
-        assert [problem.by_rank for problem in optimizer.nonfinite] == [{}]
+@on_ranks(2)
+def test_a_closure_is_clipped_and_refused_before_its_step(comm) -> None:
+    model = mlp()
+    optimizer = optimizer_of(comm, model, lr=1.0, max_grad_norm=1e-3)
+    before = values(model)
 
-    run_ranks(rank_main, 1)
+    def closure(scale=1.0):
+        optimizer.zero_grad()
+        loss = loss_of(model, batch(comm.rank, 0)) * scale
+        loss.backward()
+        return loss
 
-
-def test_a_closure_is_clipped_and_refused_before_its_step() -> None:
-    def rank_main(comm):
-        model = mlp()
-        optimizer = optimizer_of(comm, model, lr=1.0, max_grad_norm=1e-3)
-        before = values(model)
-
-        def closure(scale=1.0):
-            optimizer.zero_grad()
-            loss = loss_of(model, batch(comm.rank, 0)) * scale
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-        moved = torch.stack([(a - b).norm() for a, b in zip(values(model), before, strict=True)])
-        assert float(moved.norm()) == pytest.approx(1e-3, rel=1e-3)
-        before = values(model)
-        with pytest.raises(NonFiniteGradientError):
-            optimizer.step(lambda: closure(float("inf") if comm.rank else 1.0))
-        assert equal(values(model), before)
-
-    run_ranks(rank_main, 2)
+    optimizer.step(closure)
+    moved = torch.stack([(a - b).norm() for a, b in zip(values(model), before, strict=True)])
+    assert float(moved.norm()) == pytest.approx(1e-3, rel=1e-3)
+    before = values(model)
+    with pytest.raises(NonFiniteGradientError):
+        optimizer.step(lambda: closure(float("inf") if comm.rank else 1.0))
+    assert equal(values(model), before)

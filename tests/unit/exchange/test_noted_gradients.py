@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.ranks import on_ranks
 from torchmn import create_multi_node_optimizer
 from torchmn.comm import Communicator
 from torchmn.errors import TorchmnError, UnsupportedError
@@ -259,27 +260,24 @@ def test_a_broken_one_is_noticed(broken: Patch, monkeypatch: pytest.MonkeyPatch)
     assert not found
 
 
-def test_a_gradient_that_comes_again_after_it_was_packed_is_refused() -> None:
-    def rank_main(comm: Communicator) -> bool:
-        model = branches()
-        sgd = torch.optim.SGD(model.parameters(), 0.1)
-        optimizer = create_multi_node_optimizer(sgd, comm, model)
-        optimizer.reducer.reconfigure(comm, None, bucket_bytes=SOME)
+@on_ranks(SIZE)
+def test_a_gradient_that_comes_again_after_it_was_packed_is_refused(comm: Communicator) -> None:
+    model = branches()
+    sgd = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = create_multi_node_optimizer(sgd, comm, model)
+    optimizer.reducer.reconfigure(comm, None, bucket_bytes=SOME)
 
-        def step(*, is_repeated: bool) -> None:
-            optimizer.zero_grad()
-            hidden = torch.ones(2, WIDTH, requires_grad=True)
-            for _ in range(2 if is_repeated else 1):
-                hidden = checkpoint(model[1], hidden, use_reentrant=True)
-            (hidden.mean() + loss_of(model, torch.ones(2, WIDTH), (0, 2))).backward()
-            optimizer.step()
+    def step(*, is_repeated: bool) -> None:
+        optimizer.zero_grad()
+        hidden = torch.ones(2, WIDTH, requires_grad=True)
+        for _ in range(2 if is_repeated else 1):
+            hidden = checkpoint(model[1], hidden, use_reentrant=True)
+        (hidden.mean() + loss_of(model, torch.ones(2, WIDTH), (0, 2))).backward()
+        optimizer.step()
 
-        for _ in range(3):
-            step(is_repeated=False)
-        with pytest.raises(UnsupportedError, match=r"gradient of '1\..*' twice in one"):
-            step(is_repeated=True)
+    for _ in range(3):
         step(is_repeated=False)
-        optimizer.close()
-        return True
-
-    assert run_ranks(rank_main, SIZE) == [True] * SIZE
+    with pytest.raises(UnsupportedError, match=r"gradient of '1\..*' twice in one"):
+        step(is_repeated=True)
+    step(is_repeated=False)
+    optimizer.close()

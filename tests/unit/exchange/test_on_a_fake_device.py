@@ -102,10 +102,6 @@ def parts(rank: int, num_steps: int) -> list[tuple[Tensor, Tensor]]:
     return [tuple(torch.randn(*s, generator=made) for s in shapes) for _ in range(num_steps)]
 
 
-def make_optimizer(comm: Communicator, model: nn.Module, **options):
-    return optimizer_of(comm, model, **options)
-
-
 def on_device(optimizer, comm: Communicator, streams: FakeStreams, nccl: FakeNccl) -> None:
     """From now on work of the exchange is queued, as if the parameters were on a GPU."""
     engine = comm.engine
@@ -157,7 +153,7 @@ def trained(
             comm.route.device_of_rank = device
             for parameter in model.parameters():
                 parameter.data = device.adopt(parameter.data)
-        optimizer = make_optimizer(comm, model, **options)
+        optimizer = optimizer_of(comm, model, **options)
         batches = parts(rank, num_steps)
 
         def train() -> None:

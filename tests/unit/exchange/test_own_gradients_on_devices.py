@@ -5,39 +5,33 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.unit.exchange.test_deferred_checks import LateStreams, diverging_step, late, made
-from tests.unit.models import mlp
+from tests.ranks import on_ranks
+from tests.unit.exchange.test_deferred_checks import LateStreams, diverging_step, late
+from tests.unit.models import wrap
 from torchmn.errors import NonFiniteGradientError, UnsupportedError
-from torchmn.testing import run_ranks
 
 
-def test_a_step_waits_for_nothing_and_the_next_one_raises() -> None:
-    def rank_main(comm):
-        model = mlp()
-        optimizer = made(late(comm), model)
-        for step in range(3):
-            diverging_step(comm, optimizer, model, is_bad=step == 1)
-            comm.engine.streams.arrive()
-            if step < 2:
-                optimizer.step()
-        assert comm.engine.streams.num_waits == 0
-        with pytest.raises(NonFiniteGradientError, match=r"at step 1 .*have taken the step"):
+@on_ranks(1)
+def test_a_step_waits_for_nothing_and_the_next_one_raises(comm) -> None:
+    model, optimizer = wrap(late(comm))
+    for step in range(3):
+        diverging_step(comm, optimizer, model, is_bad=step == 1)
+        comm.engine.streams.arrive()
+        if step < 2:
             optimizer.step()
-        return [problem.step for problem in optimizer.nonfinite]
-
-    assert run_ranks(rank_main, 1) == [[1]]
-
-
-def test_flush_looks_at_the_last_step() -> None:
-    def rank_main(comm):
-        model = mlp()
-        optimizer = made(late(comm), model)
-        diverging_step(comm, optimizer, model, is_bad=True)
+    assert comm.engine.streams.num_waits == 0
+    with pytest.raises(NonFiniteGradientError, match=r"at step 1 .*have taken the step"):
         optimizer.step()
-        with pytest.raises(NonFiniteGradientError, match="at step 0"):
-            optimizer.flush()
+    assert [problem.step for problem in optimizer.nonfinite] == [1]
 
-    run_ranks(rank_main, 1)
+
+@on_ranks(1)
+def test_flush_looks_at_the_last_step(comm) -> None:
+    model, optimizer = wrap(late(comm))
+    diverging_step(comm, optimizer, model, is_bad=True)
+    optimizer.step()
+    with pytest.raises(NonFiniteGradientError, match="at step 0"):
+        optimizer.flush()
 
 
 class Capturing(LateStreams):
@@ -45,32 +39,26 @@ class Capturing(LateStreams):
         return True
 
 
-def test_a_graph_of_several_ranks_is_refused_before_anything_has_begun() -> None:
-    def rank_main(comm):
-        model = mlp()
-        optimizer = made(late(comm), model)
-        usual, comm.engine.streams = comm.engine.streams, Capturing()
-        with pytest.raises(UnsupportedError, match="A CUDA graph is being captured"):
-            diverging_step(comm, optimizer, model, is_bad=False)
-        assert comm.engine.streams.events == []
-        comm.engine.streams = usual
-        for _ in range(2):
-            diverging_step(comm, optimizer, model, is_bad=False)
-            optimizer.step()
-        optimizer.flush()
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_a_graph_of_several_ranks_is_refused_before_anything_has_begun(comm) -> None:
+    model, optimizer = wrap(late(comm))
+    usual, comm.engine.streams = comm.engine.streams, Capturing()
+    with pytest.raises(UnsupportedError, match="A CUDA graph is being captured"):
+        diverging_step(comm, optimizer, model, is_bad=False)
+    assert comm.engine.streams.events == []
+    comm.engine.streams = usual
+    for _ in range(2):
+        diverging_step(comm, optimizer, model, is_bad=False)
+        optimizer.step()
+    optimizer.flush()
 
 
-def test_nothing_is_looked_at_while_a_graph_is_captured() -> None:
-    def rank_main(comm):
-        model = mlp()
-        optimizer = made(comm, model)
-        comm.engine.streams = Capturing()
-        for _ in range(2):
-            diverging_step(comm, optimizer, model, is_bad=True)
-            optimizer.step()
-        assert comm.engine.streams.events == []
-        return bool(torch.isnan(next(model.parameters())).any())
-
-    assert run_ranks(rank_main, 1) == [True]
+@on_ranks(1)
+def test_nothing_is_looked_at_while_a_graph_is_captured(comm) -> None:
+    model, optimizer = wrap(comm)
+    comm.engine.streams = Capturing()
+    for _ in range(2):
+        diverging_step(comm, optimizer, model, is_bad=True)
+        optimizer.step()
+    assert comm.engine.streams.events == []
+    assert bool(torch.isnan(next(model.parameters())).any())

@@ -10,7 +10,19 @@ import pytest
 import torch
 from torch import nn
 
-from tests.unit.models import batch, equal, loss_of, mlp, near, optimizer_of, sgd, values, wrap
+from tests.ranks import on_ranks
+from tests.unit.models import (
+    batch,
+    equal,
+    loss_of,
+    mean_grads,
+    mlp,
+    near,
+    optimizer_of,
+    sgd,
+    values,
+    wrap,
+)
 from torchmn import create_multi_node_optimizer
 from torchmn.cluster import Topology
 from torchmn.errors import CommunicationError, RankMismatchError, ResultWarning, UsageError
@@ -113,22 +125,20 @@ def test_a_grad_scaler(world_size: int, unscales: bool, schedule: str) -> None:
 
 
 @pytest.mark.parametrize("unscales", [False, True])
-def test_a_grad_scaler_on_a_rank_without_gradients_is_refused(unscales: bool) -> None:
-    def rank_main(comm):
-        model = mlp(dtype=torch.float32)
-        optimizer = optimizer_of(comm, model, weight="samples")
-        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-        scaler.scale(torch.zeros(()))
-        if comm.rank == 0:
-            scaler.scale(loss_of(model, batch(0, 0, 2, dtype=torch.float32))).backward()
-            return
-        if unscales:
-            scaler.unscale_(optimizer)
-        with pytest.raises(UsageError, match=r"rank 1 of 2.*optimizer.skip_backward\(\) in place"):
-            scaler.step(optimizer)
-        optimizer.skip_backward()
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_a_grad_scaler_on_a_rank_without_gradients_is_refused(comm, unscales: bool) -> None:
+    model = mlp(dtype=torch.float32)
+    optimizer = optimizer_of(comm, model, weight="samples")
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    scaler.scale(torch.zeros(()))
+    if comm.rank == 0:
+        scaler.scale(loss_of(model, batch(0, 0, 2, dtype=torch.float32))).backward()
+        return
+    if unscales:
+        scaler.unscale_(optimizer)
+    with pytest.raises(UsageError, match=r"rank 1 of 2.*optimizer.skip_backward\(\) in place"):
+        scaler.step(optimizer)
+    optimizer.skip_backward()
 
 
 def test_to_ask_whether_a_step_unscales_exchanges_nothing() -> None:
@@ -164,8 +174,7 @@ def test_a_rank_that_skips_its_backward_pass_adds_nothing(schedule: str) -> None
     """Means are those of the ranks that had one, without a word about it from the scripts."""
 
     def rank_main(comm, *, skips):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(sgd(model), comm, model, schedule=schedule)
+        model, optimizer = wrap(comm, schedule=schedule)
         for step in range(4):
             optimizer.zero_grad()
             if skips and comm.rank == 1:
@@ -262,17 +271,12 @@ def test_double_buffering_refuses_it(change: Change) -> None:
         run_ranks(rank_main, 2)
 
 
-def test_double_buffering_with_unchanged_gradients() -> None:
-    def rank_main(comm):
-        model, optimizer = wrap(
-            comm, schedule="double_buffering", weight="samples", max_grad_norm=0.01
-        )
-        train(model, optimizer, keep, comm.rank, comm.size)
-        optimizer.flush()
-        return values(model)
-
-    results = run_ranks(rank_main, 2)
-    assert equal(results[0], results[1])
+@on_ranks(2)
+def test_double_buffering_with_unchanged_gradients(comm):
+    model, optimizer = wrap(comm, schedule="double_buffering", weight="samples", max_grad_norm=0.01)
+    train(model, optimizer, keep, comm.rank, comm.size)
+    optimizer.flush()
+    return values(model)
 
 
 def accumulate(optimizer, model: nn.Module, parts) -> None:
@@ -285,50 +289,38 @@ def accumulate(optimizer, model: nn.Module, parts) -> None:
 
 
 @pytest.mark.parametrize("change", [clip, replace])
-def test_a_last_pass_that_is_left_out_after_others(change: Change) -> None:
+@on_ranks(2)
+def test_a_last_pass_that_is_left_out_after_others(comm, change: Change):
     """What the script changes is the rank's own gradient then: all ranks refuse it."""
-
-    def rank_main(comm):
-        model, optimizer = wrap(comm)
-        parts = [batch(comm.rank, 0), batch(comm.rank, 1, size=0 if comm.rank == 1 else 4)]
-        accumulate(optimizer, model, parts)
-        change(model)
-        with pytest.raises(RankMismatchError, match=r"on rank 1 gradients were changed"):
-            optimizer.step()
-        accumulate(optimizer, model, parts)  # without a change it is right
+    model, optimizer = wrap(comm)
+    parts = [batch(comm.rank, 0), batch(comm.rank, 1, size=0 if comm.rank == 1 else 4)]
+    accumulate(optimizer, model, parts)
+    change(model)
+    with pytest.raises(RankMismatchError, match=r"on rank 1 gradients were changed"):
         optimizer.step()
-        return values(model)
-
-    results = run_ranks(rank_main, 2)
-    assert equal(results[0], results[1])
-
-
-def test_all_passes_under_no_sync_then_a_change() -> None:
-    def rank_main(comm):
-        model, optimizer = wrap(comm)
-        with optimizer.no_sync():
-            loss_of(model, batch(comm.rank, 0)).backward()
-        clip(model)
-        optimizer.step()
-
-    with pytest.warns(ResultWarning, match="under no_sync"):
-        run_ranks(rank_main, 2)
+    accumulate(optimizer, model, parts)  # without a change it is right
+    optimizer.step()
+    return values(model)
 
 
 def double(parameter: torch.Tensor) -> None:
     parameter.grad *= 2
 
 
-def test_all_passes_under_no_sync_then_a_hook_that_changes_them() -> None:
-    def rank_main(comm):
-        model, optimizer = wrap(comm)
-        for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(double)
-        with optimizer.no_sync():
-            loss_of(model, batch(comm.rank, 0)).backward()
-        optimizer.step()
+def pass_under_no_sync_and_step(comm, change: Change, hook: Callable | None = None) -> None:
+    model, optimizer = wrap(comm)
+    for parameter in model.parameters() if hook else ():
+        parameter.register_post_accumulate_grad_hook(hook)
+    with optimizer.no_sync():
+        loss_of(model, batch(comm.rank, 0)).backward()
+    change(model)
+    optimizer.step()
 
-    run_ranks(rank_main, 2)
+
+def test_all_passes_under_no_sync_then_a_change() -> None:
+    with pytest.warns(ResultWarning, match="under no_sync"):
+        run_ranks(partial(pass_under_no_sync_and_step, change=clip), 2)
+    run_ranks(partial(pass_under_no_sync_and_step, change=keep, hook=double), 2)
 
 
 def train_both(
@@ -379,92 +371,55 @@ def test_two_optimizers_of_one_backward_pass_with_batches_of_0_rows() -> None:
             assert near(result, values(alone))
 
 
-@pytest.mark.parametrize("skips", [False, True])
-def test_two_optimizers_of_one_backward_pass_refuse_late_ranks(skips: bool) -> None:
-    """The late rank knows from its last pass that others come in an order of their own."""
-
-    def rank_main(comm):
-        model = mlp()
-        optimizers = both(comm, model)
-        loss_of(model, batch(comm.rank, 0)).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        if comm.rank == 1:
-            with pytest.raises(UsageError, match=r"rank 1 of 2.*share a backward pass.*0 rows"):
-                optimizers[0].skip_backward() if skips else optimizers[0].step()
-
-    run_ranks(rank_main, 2)
-
-
-def check_is_refused(optimizer) -> None:
-    with pytest.raises(UsageError, match=r"rank 1 of 2.*share a backward pass.*0 rows"):
-        optimizer.step()
-
-
-def test_two_optimizers_of_one_backward_pass_refuse_late_ranks_in_the_first_step() -> None:
-    def rank_main(comm):
-        model = mlp()
-        optimizers = both(comm, model)
-        if comm.rank == 1:
-            check_is_refused(optimizers[0])
-
-    run_ranks(rank_main, 2)
-
-
-def test_two_optimizers_of_one_backward_pass_refuse_late_ranks_in_the_first_step_of_a_fold() -> (
-    None
-):
-    """The optimizers of the fold before have had passes, which say nothing about the new ones."""
-
-    def rank_main(comm):
-        model = mlp()
-        train_both(model, both(comm, model), lambda _: None, 0, 1)
-        model = mlp()
-        optimizers = both(comm, model)
-        if comm.rank == 1:
-            check_is_refused(optimizers[0])
-
-    run_ranks(rank_main, 2)
-
-
-@pytest.mark.parametrize("late", [0, 1])
-def test_two_optimizers_of_one_backward_pass_refuse_late_ranks_if_one_was_made_later(
-    late: int,
+@pytest.mark.parametrize(
+    ("before", "late", "call"),
+    [
+        ("nothing", 0, "step"),
+        ("a pass of both", 0, "step"),
+        ("a pass of both", 0, "skip_backward"),
+        ("the fold before", 0, "step"),
+        ("a pass of one, when the other was made", 0, "step"),
+        ("a pass of one, when the other was made", 1, "step"),
+    ],
+)
+@on_ranks(2)
+def test_two_optimizers_of_one_backward_pass_refuse_late_ranks(
+    comm, before: str, late: int, call: str
 ) -> None:
-    """The pass of the first before says nothing about the next, which may be of both."""
-
-    def rank_main(comm):
+    """Others come in an order of their own; a pass of other models or of one says nothing."""
+    model = mlp()
+    if before == "the fold before":
+        train_both(model, both(comm, model), keep, 0, 1)
         model = mlp()
+    if before.startswith("a pass of one"):
         optimizers = [optimizer_of(comm, model[0])]
         train_both(model, optimizers, keep, comm.rank, comm.size, num_rows=(4,))
         optimizers.append(optimizer_of(comm, model[2]))
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        if comm.rank == 1:
-            check_is_refused(optimizers[late])
+    else:
+        optimizers = both(comm, model)
+    if before == "a pass of both":
+        train_both(model, optimizers, keep, comm.rank, comm.size, num_rows=(8,))
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    if comm.rank == 1:
+        with pytest.raises(UsageError, match=r"rank 1 of 2.*share a backward pass.*0 rows"):
+            getattr(optimizers[late], call)()
 
-    run_ranks(rank_main, 2)
 
-
-def test_an_optimizer_beside_one_that_was_made_later_may_be_late() -> None:
+@on_ranks(2)
+def test_an_optimizer_beside_one_that_was_made_later_may_be_late(comm):
     """Once either has had a pass of its own."""
-
-    def rank_main(comm):
-        model, other = mlp(), mlp()
-        optimizers = [optimizer_of(comm, model), optimizer_of(comm, other)]
-        for step in range(3):
-            for each, optimizer in zip((model, other), optimizers, strict=True):
-                optimizer.zero_grad()
-                if comm.rank == 0 or not step:
-                    loss_of(each, batch(0, step)).backward()
-                else:
-                    optimizer.set_weight(0)
-                optimizer.step()
-        return [*values(model), *values(other)]
-
-    results = run_ranks(rank_main, 2)
-    assert equal(results[0], results[1])
+    model, other = mlp(), mlp()
+    optimizers = [optimizer_of(comm, model), optimizer_of(comm, other)]
+    for step in range(3):
+        for each, optimizer in zip((model, other), optimizers, strict=True):
+            optimizer.zero_grad()
+            if comm.rank == 0 or not step:
+                loss_of(each, batch(0, step)).backward()
+            else:
+                optimizer.set_weight(0)
+            optimizer.step()
+    return [*values(model), *values(other)]
 
 
 def test_an_optimizer_in_place_of_one_that_had_no_pass_may_be_late() -> None:
@@ -594,43 +549,51 @@ def test_a_rank_that_is_late_when_the_warm_up_ends(after: type, route: str) -> N
     assert equal(first[1], second[1])
 
 
-COUNTS_ZEROS = "rank 1 of 2.*called step\\(\\) without backward(.|\n)*weight 1(.|\n)*set_weight"
+COUNTS_ZEROS = "rank 1 of 3.*called step\\(\\) without backward(.|\n)*weight 1(.|\n)*set_weight"
 
 
 @pytest.mark.parametrize("schedule", ["every_step", "double_buffering", "auto"])
-def test_a_rank_that_leaves_backward_out_is_told_once_that_it_counts(schedule: str) -> None:
+def test_a_rank_that_leaves_backward_out_counts_as_zeros_and_is_told_once(schedule: str) -> None:
     def rank_main(comm):
         model, optimizer = wrap(comm, schedule=schedule)
+        after_one = None
         for step in range(4):
             optimizer.zero_grad()
             if comm.rank != 1 or step % 2:
                 loss_of(model, batch(comm.rank, step)).backward()
             optimizer.step()
+            if step == 0:
+                optimizer.flush()
+                after_one = values(model)
         optimizer.flush()
+        return after_one, values(model)
 
     with pytest.warns(ResultWarning, match=COUNTS_ZEROS) as seen:
-        run_ranks(rank_main, 2)
+        results = run_ranks(rank_main, 3)
     assert len(seen) == 1
+    reference = mlp()
+    means = mean_grads(reference, (0, 2))  # two thirds of it: rank 1 counts as well
+    expected = [v - 0.1 * g * 2 / 3 for v, g in zip(values(reference), means, strict=True)]
+    for after_one, after_all in results:
+        assert near(after_one, expected)
+        assert equal(after_all, results[0][1])
 
 
 @pytest.mark.parametrize("case", ["weight 0", "no batch counted", "sum", "all late", "by hand"])
-def test_a_rank_that_may_leave_backward_out_is_told_nothing(case: str) -> None:
+@on_ranks(2)
+def test_a_rank_that_may_leave_backward_out_is_told_nothing(comm, case: str) -> None:
     """Warnings are errors in all tests."""
-
-    def rank_main(comm):
-        model = mlp()
-        options = {"no batch counted": {"weight": "samples"}, "sum": {"reduction": "sum"}}
-        optimizer = optimizer_of(comm, model, **options.get(case, {}))
-        for step in range(3):
-            optimizer.zero_grad()
-            is_left_out = case == "all late" or (comm.rank == 1 and step == 1)
-            if not is_left_out:
-                loss_of(model, batch(comm.rank, step)).backward()
-            elif case == "weight 0":
-                optimizer.set_weight(0)
-            elif case == "by hand":
-                for parameter in model.parameters():
-                    parameter.grad = torch.ones_like(parameter)
-            optimizer.step()
-
-    run_ranks(rank_main, 2)
+    model = mlp()
+    options = {"no batch counted": {"weight": "samples"}, "sum": {"reduction": "sum"}}
+    optimizer = optimizer_of(comm, model, **options.get(case, {}))
+    for step in range(3):
+        optimizer.zero_grad()
+        is_left_out = case == "all late" or (comm.rank == 1 and step == 1)
+        if not is_left_out:
+            loss_of(model, batch(comm.rank, step)).backward()
+        elif case == "weight 0":
+            optimizer.set_weight(0)
+        elif case == "by hand":
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+        optimizer.step()

@@ -9,16 +9,19 @@ import torch
 from torch import nn
 
 from tests.limits import limit
+from tests.ranks import on_ranks
 from tests.unit.models import (
     batch,
     equal,
     fill,
     grads,
-    local_grads,
     loss_of,
+    mean_grads,
     mlp,
     near,
+    sgd,
     values,
+    wrap,
 )
 from torchmn import create_multi_node_optimizer
 from torchmn.cluster import Topology
@@ -28,28 +31,18 @@ WORLDS = [1, 2, 3, 4]
 ROUTES = ["naive", "flat", "hierarchical"]
 
 
-def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr, momentum=0.9, weight_decay=1e-2)
-
-
-def mean_over_ranks(model, size, step=0):
-    parts = [local_grads(model, batch(rank, step)) for rank in range(size)]
-    return [sum(column) / size for column in zip(*parts, strict=True)]
-
-
 @pytest.mark.parametrize("name", ROUTES)
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_accumulation_with_no_sync_is_exact_and_sends_once(world_size: int, name: str) -> None:
     def rank_main(comm):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(sgd(model), comm, model)
+        model, optimizer = wrap(comm)
         num_before = len(comm.flight_recorder.entries())
         with optimizer.no_sync():
             for step in range(2):
                 loss_of(model, batch(comm.rank, step)).backward()
         assert len(comm.flight_recorder.entries()) == num_before
         loss_of(model, batch(comm.rank, 2)).backward()
-        steps = [mean_over_ranks(model, comm.size, step) for step in range(3)]
+        steps = [mean_grads(model, range(comm.size), step) for step in range(3)]
         assert near(grads(model), [sum(column) for column in zip(*steps, strict=True)])
         return grads(model)
 
@@ -60,15 +53,14 @@ def test_accumulation_with_no_sync_is_exact_and_sends_once(world_size: int, name
 
 def test_all_passes_under_no_sync_are_exchanged_by_step() -> None:
     def rank_main(comm):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(sgd(model), comm, model)
+        model, optimizer = wrap(comm)
         with optimizer.no_sync():
             loss_of(model, batch(comm.rank, 0)).backward()
         optimizer.step()
         assert near(grads(model), expected)
         return values(model)
 
-    expected = mean_over_ranks(mlp(), 2)
+    expected = mean_grads(mlp(), range(2))
     assert equal(*run_ranks(rank_main, 2))
 
 
@@ -95,7 +87,7 @@ def test_hooks_never_block() -> None:
         else:
             assert rank_0_is_through.wait(timeout=limit(10)), "a hook of rank 0 waits for rank 1"
         loss.backward()
-        assert near(grads(model), mean_over_ranks(model, 2))
+        assert near(grads(model), mean_grads(model, range(2)))
         buckets = {e.bucket for e in comm.flight_recorder.entries() if e.step == 0}
         assert buckets == {0, 1, 2, 3}
 
@@ -163,15 +155,13 @@ def test_buckets_leave_in_one_order_whatever_the_order_of_gradients() -> None:
     assert equal(grads_0, grads_1)
 
 
-def test_a_model_without_anything_to_train() -> None:
-    def rank_main(comm):
-        model = mlp().requires_grad_(False)
-        optimizer = create_multi_node_optimizer(sgd(model), comm, model)
-        before = values(model)
-        optimizer.step()
-        assert equal(values(model), before)
-        model.requires_grad_(True)
-        loss_of(model, batch(comm.rank, 0)).backward()
-        assert near(grads(model), mean_over_ranks(model, comm.size))
-
-    run_ranks(rank_main, 2, name="hierarchical")
+@on_ranks(2, name="hierarchical")
+def test_a_model_without_anything_to_train(comm) -> None:
+    model = mlp().requires_grad_(False)
+    optimizer = create_multi_node_optimizer(sgd(model), comm, model)
+    before = values(model)
+    optimizer.step()
+    assert equal(values(model), before)
+    model.requires_grad_(True)
+    loss_of(model, batch(comm.rank, 0)).backward()
+    assert near(grads(model), mean_grads(model, range(comm.size)))

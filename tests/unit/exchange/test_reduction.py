@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.unit.models import batch, equal, fill, mlp, near, optimizer_of, values
+from tests.ranks import on_ranks
+from tests.unit.models import batch, equal, fill, mlp, near, optimizer_of, values, wrap
 from torchmn import create_multi_node_optimizer
 from torchmn.cluster import Topology
 from torchmn.errors import RankMismatchError, UnknownNameError, UnsupportedError, UsageError
@@ -48,8 +49,7 @@ def train_alone(num_steps: int = NUM_STEPS) -> list[Tensor]:
 
 
 def train(comm, **options: object) -> list[Tensor]:
-    model = mlp()
-    optimizer = create_multi_node_optimizer(sgd(model), comm, model, reduction="sum", **options)
+    model, optimizer = wrap(comm, sgd, reduction="sum", **options)
     for step in range(NUM_STEPS):
         optimizer.zero_grad()
         summed_loss(model, parts(step, SIZES[comm.size])[comm.rank]).backward()
@@ -93,33 +93,26 @@ def test_codecs_lose_of_a_sum_what_they_lose_of_a_mean(codec: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:More than one backward pass")
 @pytest.mark.parametrize("steps_between", [False, True])
-def test_a_second_exchange_of_a_sum_is_refused_on_all_ranks(steps_between: bool) -> None:
-    def twice(comm):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(sgd(model), comm, model, reduction="sum")
-        summed_loss(model, batch(comm.rank, 0)).backward()
-        if steps_between:
+@on_ranks(2)
+def test_a_second_exchange_of_a_sum_is_refused_on_all_ranks(comm, steps_between: bool) -> None:
+    model, optimizer = wrap(comm, sgd, reduction="sum")
+    summed_loss(model, batch(comm.rank, 0)).backward()
+    if steps_between:
+        optimizer.step()
+    with pytest.raises(UnsupportedError, match="no_sync"):
+        summed_loss(model, batch(comm.rank, 1)).backward()
+
+
+@on_ranks(2)
+def test_join_adds_the_ranks_that_still_have_data(comm) -> None:
+    model, optimizer = wrap(comm, sgd, reduction="sum")
+    with optimizer.join():
+        for step in range(NUM_STEPS if comm.rank == 0 else 2):
+            optimizer.zero_grad()
+            own = parts(step, [5, 4])[comm.rank] if step < 2 else batch(0, step, 9)
+            summed_loss(model, own).backward()
             optimizer.step()
-        with pytest.raises(UnsupportedError, match="no_sync"):
-            summed_loss(model, batch(comm.rank, 1)).backward()
-
-    run_ranks(twice, 2)
-
-
-def test_join_adds_the_ranks_that_still_have_data() -> None:
-    def joined(comm):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(sgd(model), comm, model, reduction="sum")
-        with optimizer.join():
-            for step in range(NUM_STEPS if comm.rank == 0 else 2):
-                optimizer.zero_grad()
-                own = parts(step, [5, 4])[comm.rank] if step < 2 else batch(0, step, 9)
-                summed_loss(model, own).backward()
-                optimizer.step()
-        return values(model)
-
-    for result in run_ranks(joined, 2):
-        assert near(result, train_alone())
+    assert near(values(model), train_alone())
 
 
 def test_closures_see_the_sum_of_the_losses() -> None:
@@ -147,8 +140,7 @@ def test_closures_see_the_sum_of_the_losses() -> None:
 
 def test_a_rank_of_weight_zero_adds_nothing() -> None:
     def left_out(comm):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(sgd(model), comm, model, reduction="sum")
+        model, optimizer = wrap(comm, sgd, reduction="sum")
         optimizer.set_weight(float(comm.rank == 0))
         summed_loss(model, batch(comm.rank, 0)).backward()
         return [p.grad.clone() for p in model.parameters()]
@@ -164,8 +156,7 @@ def test_gradients_under_no_sync_keep_their_sum_on_another_number_of_ranks() -> 
     saved: list[dict[str, object]] = []
 
     def begin(comm):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(sgd(model), comm, model, reduction="sum")
+        model, optimizer = wrap(comm, sgd, reduction="sum")
         with optimizer.no_sync():
             summed_loss(model, parts(0, [6, 3])[comm.rank]).backward()
         return optimizer.state_dict()
@@ -173,8 +164,7 @@ def test_gradients_under_no_sync_keep_their_sum_on_another_number_of_ranks() -> 
     saved[:] = run_ranks(begin, 2)
 
     def continue_(comm):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(sgd(model), comm, model, reduction="sum")
+        model, optimizer = wrap(comm, sgd, reduction="sum")
         optimizer.load_state_dict(optimizer.reshard_state_dict(saved, comm))
         summed_loss(model, parts(1, SIZES[comm.size])[comm.rank]).backward()
         return [p.grad.clone() for p in model.parameters()]
@@ -197,27 +187,21 @@ def test_gradients_under_no_sync_keep_their_sum_on_another_number_of_ranks() -> 
         ({"schedule": "parameter_server"}, "under parameter_server each rank"),
     ],
 )
-def test_what_has_no_sum(options: dict[str, object], message: str) -> None:
-    def attempt(comm):
-        model = mlp()
-        with pytest.raises(UnsupportedError, match=message):
-            create_multi_node_optimizer(sgd(model), comm, model, reduction="sum", **options)
-
-    run_ranks(attempt, 2)
+@on_ranks(2)
+def test_what_has_no_sum(comm, options: dict[str, object], message: str) -> None:
+    model = mlp()
+    with pytest.raises(UnsupportedError, match=message):
+        create_multi_node_optimizer(sgd(model), comm, model, reduction="sum", **options)
 
 
-def test_names_weights_and_ranks_that_differ() -> None:
-    def attempt(comm):
-        model = mlp()
-        with pytest.raises(UnknownNameError, match="reduction"):
-            create_multi_node_optimizer(sgd(model), comm, model, reduction="total")
-        optimizer = create_multi_node_optimizer(sgd(model), comm, model, reduction="sum")
-        with pytest.raises(UsageError, match="gradients are added as they are"):
-            optimizer.set_weight(8)
-        optimizer.close()
-        with pytest.raises(RankMismatchError, match="reduction"):
-            create_multi_node_optimizer(
-                sgd(model), comm, model, reduction=["sum", "mean"][comm.rank]
-            )
-
-    run_ranks(attempt, 2)
+@on_ranks(2)
+def test_names_weights_and_ranks_that_differ(comm) -> None:
+    model = mlp()
+    with pytest.raises(UnknownNameError, match="reduction"):
+        create_multi_node_optimizer(sgd(model), comm, model, reduction="total")
+    optimizer = create_multi_node_optimizer(sgd(model), comm, model, reduction="sum")
+    with pytest.raises(UsageError, match="gradients are added as they are"):
+        optimizer.set_weight(8)
+    optimizer.close()
+    with pytest.raises(RankMismatchError, match="reduction"):
+        create_multi_node_optimizer(sgd(model), comm, model, reduction=["sum", "mean"][comm.rank])

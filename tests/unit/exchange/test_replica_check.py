@@ -9,84 +9,70 @@ import pytest
 import torch
 
 import torchmn
-from tests.unit.models import batch, loss_of, mlp
+from tests.ranks import on_ranks
+from tests.unit.models import batch, loss_of, mlp, sgd, train, wrap
 from torchmn.errors import RankMismatchError, ResultWarning, UsageError
 from torchmn.exchange.schedules import PeriodicAverage
 from torchmn.testing import run_ranks
 
 
-class Training:
-    def __init__(self, comm: torchmn.Communicator, **options: Any) -> None:
-        self.comm = comm
-        self.model = mlp()
-        self.inner = torch.optim.SGD(self.model.parameters(), 0.01, momentum=0.9)
-        self.optimizer = torchmn.create_multi_node_optimizer(
-            self.inner, comm, self.model, **options
-        )
+def slow_sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """Steps so short that no bit is lost in rounding."""
+    return sgd(model, lr=0.01)
 
-    def step(self, number: int) -> None:
-        self.optimizer.zero_grad()
-        loss_of(self.model, batch(self.comm.rank, number)).backward()
-        self.optimizer.step()
 
-    def diverge(self) -> None:
-        """One bit of one element."""
-        with torch.no_grad():
-            self.model[2].bias.view(torch.int64)[0] ^= 1
+def diverge(model: torch.nn.Sequential) -> None:
+    """One bit of one element."""
+    with torch.no_grad():
+        model[2].bias.view(torch.int64)[0] ^= 1
 
 
 SCHEDULES = ["every_step", "double_buffering"]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_equal_replicas(num_ranks: int, schedule: str) -> None:
-    def rank_main(comm: torchmn.Communicator) -> Any:
-        training = Training(comm, schedule=schedule)
-        check = torchmn.ReplicaCheck(comm, training.model, every=2, optimizer=training.optimizer)
-        assert str(check.report()) == "replicas were not compared yet"
-        for step in range(5):
-            training.step(step)
+@on_ranks(1, 2, 3, 4)
+def test_equal_replicas(comm: torchmn.Communicator, schedule: str) -> None:
+    model, optimizer = wrap(comm, slow_sgd, schedule=schedule)
+    check = torchmn.ReplicaCheck(comm, model, every=2, optimizer=optimizer)
+    assert str(check.report()) == "replicas were not compared yet"
+    for step in range(5):
+        train(model, optimizer, comm.rank, [step])
+        check.step_ended()
+    report = check.report()
+    assert (report.num_checks, report.last_step, report.differences) == (2, 4, ())
+    assert str(report) == "replicas were equal in 2 checks up to step 4"
+
+
+@on_ranks(2, 3, 4)
+def test_one_flipped_bit_is_named(comm: torchmn.Communicator) -> None:
+    model, optimizer = wrap(comm, slow_sgd)
+    check = torchmn.ReplicaCheck(comm, model, every=3)
+    for step in range(6):
+        train(model, optimizer, comm.rank, [step])
+        if step == 4 and comm.rank == 1:
+            diverge(model)
+        if step < 5:
             check.step_ended()
-        return check.report()
-
-    for report in run_ranks(rank_main, num_ranks):
-        assert (report.num_checks, report.last_step, report.differences) == (2, 4, ())
-        assert str(report) == "replicas were equal in 2 checks up to step 4"
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_one_flipped_bit_is_named(num_ranks: int) -> None:
-    def rank_main(comm: torchmn.Communicator) -> str:
-        training = Training(comm)
-        check = torchmn.ReplicaCheck(comm, training.model, every=3)
-        for step in range(6):
-            training.step(step)
-            if step == 4 and comm.rank == 1:
-                training.diverge()
-            if step < 5:
-                check.step_ended()
-        with pytest.raises(RankMismatchError) as caught:
-            check.step_ended()
-        assert check.report().differences[0][0] == 6
-        return str(caught.value)
-
-    for words in run_ranks(rank_main, num_ranks):
-        assert "after step 6 in '2.bias'" in words
-        assert ("rank 1 differs from" if num_ranks > 2 else "with no majority") in words
+    with pytest.raises(RankMismatchError) as caught:
+        check.step_ended()
+    assert check.report().differences[0][0] == 6
+    words = str(caught.value)
+    assert "after step 6 in '2.bias'" in words
+    assert ("rank 1 differs from" if comm.size > 2 else "with no majority") in words
 
 
 def test_warning_continues_and_the_report_has_gradients_that_were_not_finite() -> None:
     def rank_main(comm: torchmn.Communicator) -> Any:
-        training = Training(comm, on_nonfinite="ignore")
+        model, optimizer = wrap(comm, slow_sgd, on_nonfinite="ignore")
         check = torchmn.ReplicaCheck(
-            comm, training.model, every=1, optimizer=training.optimizer, on_difference="warn"
+            comm, model, every=1, optimizer=optimizer, on_difference="warn"
         )
-        training.optimizer.zero_grad()
+        optimizer.zero_grad()
         value = float("nan") if comm.rank == 1 else 1.0
-        (loss_of(training.model, batch(comm.rank, 0)) * value).backward()
+        (loss_of(model, batch(comm.rank, 0)) * value).backward()
         if comm.rank == 1:
-            training.diverge()
+            diverge(model)
         check.step_ended()
         return check.report()
 
@@ -100,15 +86,15 @@ def test_warning_continues_and_the_report_has_gradients_that_were_not_finite() -
 
 def test_replicas_that_differ_by_design_are_not_compared(tmp_path: Path) -> None:
     def rank_main(comm: torchmn.Communicator) -> Any:
-        training = Training(comm, schedule=PeriodicAverage(block_size=1000))
-        check = torchmn.ReplicaCheck(comm, training.model, every=1, optimizer=training.optimizer)
+        model, optimizer = wrap(comm, slow_sgd, schedule=PeriodicAverage(block_size=1000))
+        check = torchmn.ReplicaCheck(comm, model, every=1, optimizer=optimizer)
         checkpointer = torchmn.create_multi_node_checkpointer(comm, tmp_path, "run")
         for step in range(2):
-            training.step(step)
+            train(model, optimizer, comm.rank, [step])
             check.step_ended()
-        checkpointer.save(2, {"model": training.model, "optimizer": training.optimizer})
+        checkpointer.save(2, {"model": model, "optimizer": optimizer})
         checkpointer.finish()
-        bare = torchmn.ReplicaCheck(comm, training.model, every=1)
+        bare = torchmn.ReplicaCheck(comm, model, every=1)
         with pytest.raises(RankMismatchError):
             bare.step_ended()
         return check.report()
@@ -120,16 +106,16 @@ def test_replicas_that_differ_by_design_are_not_compared(tmp_path: Path) -> None
 def test_at_each_checkpoint(tmp_path: Path, check_replicas: bool) -> None:
     def rank_main(comm: torchmn.Communicator) -> list[str]:
         warned: list[str] = []
-        training = Training(comm)
-        state = {"model": training.model, "optimizer": training.optimizer}
+        model, optimizer = wrap(comm, slow_sgd)
+        state = {"model": model, "optimizer": optimizer}
         checkpointer = torchmn.create_multi_node_checkpointer(
             comm, tmp_path, "run", check_replicas=check_replicas
         )
-        training.step(0)
+        train(model, optimizer, comm.rank, [0])
         checkpointer.save(1, state)
-        training.step(1)
+        train(model, optimizer, comm.rank, [1])
         if comm.rank == 2:
-            training.diverge()
+            diverge(model)
         checkpointer.save(2, state)
         try:
             checkpointer.finish()
@@ -148,18 +134,16 @@ def test_at_each_checkpoint(tmp_path: Path, check_replicas: bool) -> None:
         assert warned == [[], [], []]
 
 
-def test_buffers_are_each_ranks_own() -> None:
-    def rank_main(comm: torchmn.Communicator) -> int:
-        model = torch.nn.BatchNorm1d(3)
-        optimizer = torchmn.create_multi_node_optimizer(
-            torch.optim.SGD(model.parameters(), 0.1), comm, model
-        )
-        model.running_mean.fill_(comm.rank)
-        check = torchmn.ReplicaCheck(comm, model, every=1, optimizer=optimizer)
-        check.step_ended()
-        return check.report().num_checks
-
-    assert run_ranks(rank_main, 2) == [1, 1]
+@on_ranks(2)
+def test_buffers_are_each_ranks_own(comm: torchmn.Communicator) -> None:
+    model = torch.nn.BatchNorm1d(3)
+    optimizer = torchmn.create_multi_node_optimizer(
+        torch.optim.SGD(model.parameters(), 0.1), comm, model
+    )
+    model.running_mean.fill_(comm.rank)
+    check = torchmn.ReplicaCheck(comm, model, every=1, optimizer=optimizer)
+    check.step_ended()
+    assert check.report().num_checks == 1
 
 
 @pytest.mark.parametrize(

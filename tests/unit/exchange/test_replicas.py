@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.limits import limit
-from tests.unit.models import equal, fill, mlp, values
+from tests.ranks import on_ranks
+from tests.unit.models import equal, fill, mlp, sgd, values
 from torchmn import create_multi_node_optimizer
 from torchmn.comm.collectives import bcast_where_different
 from torchmn.errors import CommunicationError, RankMismatchError, UnsupportedError, UsageError
@@ -20,10 +21,6 @@ from torchmn.exchange import replicas
 from torchmn.exchange.replicas import different_tensors
 from torchmn.exchange.sharded_parameters import ModelMesh
 from torchmn.testing import run_ranks
-
-
-def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr)
 
 
 def messages(build: Callable, world_size: int = 3, **options: Callable) -> list[str]:
@@ -170,37 +167,33 @@ def test_a_broadcast_that_fails_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
     run_ranks(rank_main, 3)
 
 
-def test_a_parameter_that_is_not_in_the_model_is_named() -> None:
-    def rank_main(comm):
-        model, other = mlp(), nn.Linear(4, 2)
-        unnamed = torch.optim.SGD([{"params": model.parameters()}, {"params": [other.weight]}])
-        with pytest.raises(
-            UsageError, match=r"number 0 of the optimizer's group 1, shape \[2, 4\], is not in the"
-        ):
-            create_multi_node_optimizer(unnamed, comm, model)
-        named = torch.optim.SGD([("head.weight", other.weight)], 0.1)
-        with pytest.raises(UsageError, match=r"head\.weight"):
-            create_multi_node_optimizer(named, comm, model)
-        before = values(model)
-        create_multi_node_optimizer(unnamed, comm, [model, other])
-        assert equal(values(model), before)
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_a_parameter_that_is_not_in_the_model_is_named(comm) -> None:
+    model, other = mlp(), nn.Linear(4, 2)
+    unnamed = torch.optim.SGD([{"params": model.parameters()}, {"params": [other.weight]}])
+    with pytest.raises(
+        UsageError, match=r"number 0 of the optimizer's group 1, shape \[2, 4\], is not in the"
+    ):
+        create_multi_node_optimizer(unnamed, comm, model)
+    named = torch.optim.SGD([("head.weight", other.weight)], 0.1)
+    with pytest.raises(UsageError, match=r"head\.weight"):
+        create_multi_node_optimizer(named, comm, model)
+    before = values(model)
+    create_multi_node_optimizer(unnamed, comm, [model, other])
+    assert equal(values(model), before)
 
 
-def test_lazy_layers_are_refused_until_they_have_shapes() -> None:
-    def rank_main(comm):
-        model = nn.Sequential(nn.LazyLinear(3))
-        inner = sgd(model)
-        with pytest.raises(UnsupportedError, match=r"'0\.weight' is not initialized.*one forward"):
-            create_multi_node_optimizer(inner, comm, model)
-        with pytest.raises(UsageError, match="not in the model"):
-            create_multi_node_optimizer(inner, comm, mlp())
-        model(torch.ones(1, 4))
+@on_ranks(2)
+def test_lazy_layers_are_refused_until_they_have_shapes(comm):
+    model = nn.Sequential(nn.LazyLinear(3))
+    inner = sgd(model)
+    with pytest.raises(UnsupportedError, match=r"'0\.weight' is not initialized.*one forward"):
         create_multi_node_optimizer(inner, comm, model)
-        return values(model)
-
-    assert equal(*run_ranks(rank_main, 2))
+    with pytest.raises(UsageError, match="not in the model"):
+        create_multi_node_optimizer(inner, comm, mlp())
+    model(torch.ones(1, 4))
+    create_multi_node_optimizer(inner, comm, model)
+    return values(model)
 
 
 # ---- the ranks that hold one model among them ----

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from tests.limits import limit
+from tests.ranks import on_ranks
 from tests.unit.models import near, optimizer_of
 from torchmn import create_multi_node_optimizer
 from torchmn.errors import NonFiniteGradientError, UnsupportedError
@@ -98,66 +99,57 @@ def test_is_one_process_on_the_whole_batch(num_ranks, way, monkeypatch) -> None:
             assert near(got, expected), name
 
 
-def test_rows_that_no_rank_has_touched_are_not_in_the_gradient() -> None:
-    def rank_main(comm):
-        model = Words()
-        optimizer_of(comm, model)
-        x = tokens(0)
-        model(x.chunk(comm.size)[comm.rank]).backward()
-        grad = model.words.weight.grad
-        assert grad.is_sparse
-        assert set(grad.coalesce().indices()[0].tolist()) == set(x.flatten().tolist())
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_rows_that_no_rank_has_touched_are_not_in_the_gradient(comm) -> None:
+    model = Words()
+    optimizer_of(comm, model)
+    x = tokens(0)
+    model(x.chunk(comm.size)[comm.rank]).backward()
+    grad = model.words.weight.grad
+    assert grad.is_sparse
+    assert set(grad.coalesce().indices()[0].tolist()) == set(x.flatten().tolist())
 
 
-def test_ranks_without_data_and_parameters_without_gradients() -> None:
-    def rank_main(comm):
-        model = Words()
-        optimizer = optimizer_of(comm, model, zero_fill=False)
-        expected = Words()
-        expected(tokens(1)).backward()
-        with optimizer.join():
-            for step in range(comm.rank + 1):
-                optimizer.zero_grad()
-                model(tokens(step)).backward()
-                if step == 1:
-                    fresh = Words()
-                    fresh.load_state_dict(model.state_dict())
-                    fresh(tokens(1)).backward()
-                    got = model.words.weight.grad.to_dense()
-                    assert torch.allclose(got, fresh.words.weight.grad.to_dense(), atol=1e-14)
-                optimizer.step()
-        optimizer.zero_grad()
-        model.out(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
-        assert model.words.weight.grad is None
-        return [p.detach().clone() for p in model.parameters()]
-
-    first, second = run_ranks(rank_main, 2)
-    assert all(map(torch.equal, first, second))
-
-
-def test_a_row_that_is_not_finite_is_refused_on_all_ranks() -> None:
-    def rank_main(comm):
-        model = Words()
-        optimizer = optimizer_of(comm, model)
-        loss = model.words(tokens(0)).sum() + model.out.weight.sum()
-        (loss * (float("inf") if comm.rank == 1 else 1.0)).backward()
-        with pytest.raises(NonFiniteGradientError):
+@on_ranks(2)
+def test_ranks_without_data_and_parameters_without_gradients(comm):
+    model = Words()
+    optimizer = optimizer_of(comm, model, zero_fill=False)
+    expected = Words()
+    expected(tokens(1)).backward()
+    with optimizer.join():
+        for step in range(comm.rank + 1):
+            optimizer.zero_grad()
+            model(tokens(step)).backward()
+            if step == 1:
+                fresh = Words()
+                fresh.load_state_dict(model.state_dict())
+                fresh(tokens(1)).backward()
+                got = model.words.weight.grad.to_dense()
+                assert torch.allclose(got, fresh.words.weight.grad.to_dense(), atol=1e-14)
             optimizer.step()
+    optimizer.zero_grad()
+    model.out(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
+    assert model.words.weight.grad is None
+    return [p.detach().clone() for p in model.parameters()]
 
-    run_ranks(rank_main, 2)
+
+@on_ranks(2)
+def test_a_row_that_is_not_finite_is_refused_on_all_ranks(comm) -> None:
+    model = Words()
+    optimizer = optimizer_of(comm, model)
+    loss = model.words(tokens(0)).sum() + model.out.weight.sum()
+    (loss * (float("inf") if comm.rank == 1 else 1.0)).backward()
+    with pytest.raises(NonFiniteGradientError):
+        optimizer.step()
 
 
-def test_a_sparse_gradient_of_another_layer_is_refused() -> None:
-    def rank_main(comm):
-        model = nn.ParameterList([nn.Parameter(torch.randn(5, 2))])
-        optimizer_of(comm, model)
-        loss = nn.functional.embedding(torch.tensor([1, 2]), model[0], sparse=True).sum()
-        with pytest.raises(UnsupportedError, match=r"is sparse .*sparse=False"):
-            loss.backward()
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_a_sparse_gradient_of_another_layer_is_refused(comm) -> None:
+    model = nn.ParameterList([nn.Parameter(torch.randn(5, 2))])
+    optimizer_of(comm, model)
+    loss = nn.functional.embedding(torch.tensor([1, 2]), model[0], sparse=True).sum()
+    with pytest.raises(UnsupportedError, match=r"is sparse .*sparse=False"):
+        loss.backward()
 
 
 @pytest.mark.parametrize("way", ["gathered", "densified"])
@@ -182,13 +174,11 @@ def test_16_bits_do_not_overflow_in_the_sum(way: str, reduction: str, monkeypatc
         assert found[[1, 3]].eq(0).all()
 
 
-def test_a_gradient_that_is_sparse_in_two_dims_is_refused_on_all_ranks() -> None:
-    def rank_main(comm):
-        parameter = nn.Parameter(torch.zeros(4, 2))
-        indices = torch.zeros(1 + comm.rank, 1, dtype=torch.int64)
-        values = torch.ones(1, 2) if comm.rank == 0 else torch.ones(1)
-        parameter.grad = torch.sparse_coo_tensor(indices, values, (4, 2), check_invariants=False)
-        with pytest.raises(UnsupportedError, match="on rank 1\\."):
-            mean_sparse_gradients(comm, [parameter], 1.0, zero_fill=False, reduction="mean")
-
-    run_ranks(rank_main, 2, timeout_s=limit(5))
+@on_ranks(2, timeout_s=limit(5))
+def test_a_gradient_that_is_sparse_in_two_dims_is_refused_on_all_ranks(comm) -> None:
+    parameter = nn.Parameter(torch.zeros(4, 2))
+    indices = torch.zeros(1 + comm.rank, 1, dtype=torch.int64)
+    values = torch.ones(1, 2) if comm.rank == 0 else torch.ones(1)
+    parameter.grad = torch.sparse_coo_tensor(indices, values, (4, 2), check_invariants=False)
+    with pytest.raises(UnsupportedError, match="on rank 1\\."):
+        mean_sparse_gradients(comm, [parameter], 1.0, zero_fill=False, reduction="mean")

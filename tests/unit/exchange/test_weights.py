@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tests.contracts.suites.communicator_contracts import seeded
+from tests.ranks import on_ranks
 from tests.unit.models import (
     batch,
     equal,
@@ -30,54 +31,44 @@ from torchmn.testing import run_ranks
 
 
 @pytest.mark.parametrize("codec", ["float16", "bfloat16"])
-def test_samples_do_not_push_gradients_out_of_range(codec: str) -> None:
+@on_ranks(2)
+def test_samples_do_not_push_gradients_out_of_range(comm, codec: str) -> None:
     """Gradients of 30000 times 64 samples do not fit in float16, but their mean does."""
-
-    def rank_main(comm):
-        model = nn.Linear(1, 1, bias=False)
-        fill(model)
-        optimizer_of(comm, model, codec=codec, weight="samples")
-        size = 64 if comm.rank == 0 else 16
-        model(torch.full((size, 1), 30000.0 if comm.rank == 0 else 10000.0)).mean().backward()
-        assert float(model.weight.grad) == pytest.approx(26000, rel=1e-2)
-
-    run_ranks(rank_main, 2)
+    model = nn.Linear(1, 1, bias=False)
+    fill(model)
+    optimizer_of(comm, model, codec=codec, weight="samples")
+    size = 64 if comm.rank == 0 else 16
+    model(torch.full((size, 1), 30000.0 if comm.rank == 0 else 10000.0)).mean().backward()
+    assert float(model.weight.grad) == pytest.approx(26000, rel=1e-2)
 
 
-def test_half_precision_parameters_with_samples() -> None:
-    def rank_main(comm):
-        model = nn.Linear(1, 1, bias=False, dtype=torch.float16)
-        fill(model)
-        optimizer_of(comm, model, weight="samples")
-        x = torch.full((32, 1), 40000.0, dtype=torch.float16)
-        (model(x) / 32).sum().backward()
-        assert float(model.weight.grad) == pytest.approx(40000, rel=1e-2)
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_half_precision_parameters_with_samples(comm) -> None:
+    model = nn.Linear(1, 1, bias=False, dtype=torch.float16)
+    fill(model)
+    optimizer_of(comm, model, weight="samples")
+    x = torch.full((32, 1), 40000.0, dtype=torch.float16)
+    (model(x) / 32).sum().backward()
+    assert float(model.weight.grad) == pytest.approx(40000, rel=1e-2)
 
 
 @pytest.mark.parametrize("codec", [None, "float16"])
-def test_weights_that_are_zero_everywhere_as_nothing_was_counted(codec: str | None) -> None:
+@on_ranks(3, name="hierarchical")
+def test_weights_that_are_zero_everywhere_as_nothing_was_counted(comm, codec: str | None):
     """The same error on all ranks, which may then continue with the next batch."""
-
-    def rank_main(comm):
-        model = mlp(dtype=torch.float32)
-        optimizer = optimizer_of(comm, model, weight="samples", codec=codec)
-        for step in range(4):
-            optimizer.zero_grad()
-            model.train(step % 2 == 1)  # what is evaluated is not counted
-            loss = loss_of(model, batch(comm.rank, step, comm.rank + 1, torch.float32))
-            if step % 2 == 0:
-                with pytest.raises(UsageError, match="weights of all ranks are zero.*set_weight"):
-                    loss.backward()
-                continue
-            loss.backward()
-            optimizer.step()
-        return values(model)
-
-    results = run_ranks(rank_main, 3, name="hierarchical")
-    for result in results:
-        assert equal(result, results[0])
+    model = mlp(dtype=torch.float32)
+    optimizer = optimizer_of(comm, model, weight="samples", codec=codec)
+    for step in range(4):
+        optimizer.zero_grad()
+        model.train(step % 2 == 1)  # what is evaluated is not counted
+        loss = loss_of(model, batch(comm.rank, step, comm.rank + 1, torch.float32))
+        if step % 2 == 0:
+            with pytest.raises(UsageError, match="weights of all ranks are zero.*set_weight"):
+                loss.backward()
+            continue
+        loss.backward()
+        optimizer.step()
+    return values(model)
 
 
 @pytest.mark.parametrize("schedule", ["every_step", "auto"])
@@ -150,34 +141,30 @@ def test_weights_of_zero_under_other_schedules(schedule: str) -> None:
     assert all(value.isfinite().all() for value in first)
 
 
-def test_a_closure_whose_batch_has_weight_zero_on_all_ranks() -> None:
-    def rank_main(comm):
-        model = mlp()
-        lbfgs = torch.optim.LBFGS(model.parameters(), 0.1, max_iter=2)
-        optimizer = create_multi_node_optimizer(lbfgs, comm, model)
+@on_ranks(2)
+def test_a_closure_whose_batch_has_weight_zero_on_all_ranks(comm) -> None:
+    model = mlp()
+    lbfgs = torch.optim.LBFGS(model.parameters(), 0.1, max_iter=2)
+    optimizer = create_multi_node_optimizer(lbfgs, comm, model)
 
-        def closure():
-            optimizer.zero_grad()
-            loss = loss_of(model, batch(comm.rank, 0)) * 0.0
-            loss.backward()
-            return loss
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model, batch(comm.rank, 0)) * 0.0
+        loss.backward()
+        return loss
 
-        optimizer.set_weight(0)
-        before = values(model)
-        assert float(optimizer.step(closure)) == 0
-        assert equal(values(model), before)
-
-    run_ranks(rank_main, 2)
+    optimizer.set_weight(0)
+    before = values(model)
+    assert float(optimizer.step(closure)) == 0
+    assert equal(values(model), before)
 
 
 @pytest.mark.parametrize("weight", [-1, float("nan"), float("inf")])
-def test_weights_that_are_none_are_refused(weight: float) -> None:
-    def rank_main(comm):
-        model, optimizer = wrap(comm)
-        with pytest.raises(UsageError, match="must be a non-negative finite number"):
-            optimizer.set_weight(weight)
-
-    run_ranks(rank_main, 1)
+@on_ranks(1)
+def test_weights_that_are_none_are_refused(comm, weight: float) -> None:
+    model, optimizer = wrap(comm)
+    with pytest.raises(UsageError, match="must be a non-negative finite number"):
+        optimizer.set_weight(weight)
 
 
 class Quadratic(torch.optim.SGD):
@@ -263,12 +250,10 @@ def test_the_unit_of_weights() -> None:
         assert unit / 2 < total / num_active <= unit
 
 
-def test_an_infinite_gradient_of_an_empty_batch_is_not_exchanged() -> None:
-    def rank_main(comm):
-        model, optimizer = wrap(comm)
-        optimizer.set_weight(1 - comm.rank)
-        x = seeded(0, 2, 5) / 10
-        loss_of(model, x if comm.rank == 0 else x * float("inf")).backward()
-        assert near(grads(model), local_grads(model, x))
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_an_infinite_gradient_of_an_empty_batch_is_not_exchanged(comm) -> None:
+    model, optimizer = wrap(comm)
+    optimizer.set_weight(1 - comm.rank)
+    x = seeded(0, 2, 5) / 10
+    loss_of(model, x if comm.rank == 0 else x * float("inf")).backward()
+    assert near(grads(model), local_grads(model, x))

@@ -14,7 +14,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.limits import limit
-from tests.unit.models import equal, loss_of, mlp, values
+from tests.ranks import on_ranks
+from tests.unit.models import loss_of, mlp, values
 from torchmn import GlobalSampler, create_multi_node_optimizer, scatter_loader
 from torchmn.comm import Communicator
 from torchmn.errors import RankMismatchError, UsageError
@@ -60,18 +61,18 @@ def _sampled(own: Script) -> DataLoader[Any]:
 # ---- what one process does not do ----
 
 
-def a_local_continue(own: Script) -> None:
-    for number, batch in enumerate(own.loader):
-        if number == 4 and own.comm.rank == 1:  # as where a loss is NaN, or an error was caught
-            continue
-        own.step(batch)
+def leaves_out(
+    number: int, rank: int, *, epoch: int = 0, num_passes: int = 1, is_sampled: bool = False
+) -> Callable[[Script], None]:
+    """A local `continue`, as where a loss is NaN, or an error was caught."""
 
+    def script(own: Script) -> None:
+        for now in range(epoch + 1):
+            for index, batch in enumerate(_sampled(own) if is_sampled else own.loader):
+                if (now, index, own.comm.rank) != (epoch, number, rank):
+                    own.step(batch, num_passes)
 
-def a_local_continue_before_the_first_exchange(own: Script) -> None:
-    for number, batch in enumerate(own.loader):
-        if number == 0 and own.comm.rank == 1:
-            continue
-        own.step(batch)
+    return script
 
 
 def a_local_continue_before_the_first_exchange_where_one_is_requested_early(own: Script) -> None:
@@ -92,14 +93,6 @@ def a_local_continue_after_a_batch_that_all_repeat(own: Script) -> None:
             own.step(batch)
 
 
-def a_local_continue_in_the_second_epoch(own: Script) -> None:
-    for epoch in range(2):
-        for number, batch in enumerate(own.loader):
-            if (epoch, number) == (1, 0) and own.comm.rank == 0:
-                continue
-            own.step(batch)
-
-
 def a_task_by_own_random_numbers(own: Script) -> None:
     draw = random.Random(own.comm.rank)
     tasks = [iter(loader) for loader in own.loaders]
@@ -109,33 +102,19 @@ def a_task_by_own_random_numbers(own: Script) -> None:
         own.step(next(tasks[draw.randrange(2)]))
 
 
-def a_batch_left_out_before_accumulating(own: Script) -> None:
-    for number, batch in enumerate(own.loader):
-        if number == 3 and own.comm.rank == 0:
-            continue
-        own.step(batch, num_passes=2)
-
-
-def a_local_continue_over_a_global_sampler(own: Script) -> None:
-    for number, batch in enumerate(_sampled(own)):
-        if number == 3 and own.comm.rank == 1:
-            continue
-        own.step(batch)
-
-
 @pytest.mark.parametrize("schedule", ["every_step", "double_buffering"])
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize(
     "script",
     [
-        a_local_continue,
-        a_local_continue_before_the_first_exchange,
+        pytest.param(leaves_out(4, rank=1), id="a batch"),
+        pytest.param(leaves_out(0, rank=1), id="the first batch"),
+        pytest.param(leaves_out(3, rank=1, is_sampled=True), id="of a global sampler"),
+        pytest.param(leaves_out(0, rank=0, epoch=1), id="in the second epoch"),
+        pytest.param(leaves_out(3, rank=0, num_passes=2), id="before accumulating"),
         a_local_continue_before_the_first_exchange_where_one_is_requested_early,
-        a_local_continue_over_a_global_sampler,
         a_local_continue_after_a_batch_that_all_repeat,
-        a_local_continue_in_the_second_epoch,
         a_task_by_own_random_numbers,
-        a_batch_left_out_before_accumulating,
     ],
 )
 def test_another_batch_on_one_rank_is_named_on_all(
@@ -190,18 +169,6 @@ def test_what_forward_has_not_seen_is_named_on_all_ranks(
 # ---- what scripts may do ----
 
 
-def plain(own: Script) -> None:
-    for _ in range(3):
-        for batch in own.loader:
-            own.step(batch)
-
-
-def all_leave_one_out(own: Script) -> None:
-    for number, batch in enumerate(own.loader):
-        if number not in (3, 4, 7):
-            own.step(batch)
-
-
 def both_loaders(own: Script) -> None:
     for one, other in zip(own.loaders[0], islice(own.loaders[1], 7), strict=False):
         own.step(one)
@@ -216,15 +183,6 @@ def kept_in_a_list(own: Script) -> None:
             break
     for _ in range(own.comm.rank):  # all ranks have made the same number of steps
         own.step(batches[0])
-
-
-def one_in_advance(own: Script) -> None:
-    batches = iter(own.loader)
-    held = next(batches)
-    for batch in batches:
-        own.step(held)
-        held = batch
-    own.step(held)
 
 
 def requested_by_a_thread(own: Script) -> None:
@@ -315,15 +273,11 @@ def a_forward_pass_that_was_repeated(own: Script) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["every_step", "double_buffering"])
-@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize(
     "script",
     [
-        plain,
-        all_leave_one_out,
         both_loaders,
         kept_in_a_list,
-        one_in_advance,
         requested_by_a_thread,
         a_look_at_a_batch_on_rank_0,
         as_many_as_fill_a_step,
@@ -333,19 +287,13 @@ def a_forward_pass_that_was_repeated(own: Script) -> None:
         a_forward_pass_that_was_repeated,
     ],
 )
-def test_what_is_right_is_not_refused(
-    script: Callable[[Script], None], size: int, schedule: str
-) -> None:
-    """The tests make an error of every warning."""
-
-    def rank_main(comm):
-        # Parts of different batches have no common weights.
-        has_others = script in (different_numbers_in_join, as_many_as_fill_a_step)
-        options = {"weight": "rank"} if has_others else {}
-        own = Script(comm, schedule, **options)
-        script(own)
-        own.optimizer.flush()
-        return values(own.model)
-
-    first, *others = run_ranks(rank_main, size, timeout_s=limit(10))
-    assert all(equal(first, other) for other in others)
+@on_ranks(2, 3, timeout_s=limit(10))
+def test_what_is_right_is_not_refused(comm, script: Callable[[Script], None], schedule: str):
+    """The tests make an error of every warning. Others are in test_loops_over_loaders.py."""
+    # Parts of different batches have no common weights.
+    has_others = script in (different_numbers_in_join, as_many_as_fill_a_step)
+    options = {"weight": "rank"} if has_others else {}
+    own = Script(comm, schedule, **options)
+    script(own)
+    own.optimizer.flush()
+    return values(own.model)

@@ -49,57 +49,34 @@ def plan(schedule: str = "every_step", codec: str = "float32", bucket_bytes: int
     return Plan(schedule=schedule, codec=codec, bucket_bytes=bucket_bytes)
 
 
-@pytest.mark.parametrize(
-    ("ready", "expected_s"),
-    [
-        ((1.0, 2.0, 3.0), 10.0),  # gone at 4, before backward ends
-        ((4.0, 5.0, 6.0), 11.0),  # the last one leaves when backward has ended
-        ((6.0, 6.0, 6.0), 13.0),  # one after the other
-    ],
-)
-def test_what_backward_does_not_hide_is_added(ready: tuple, expected_s: float) -> None:
-    # two ranks: each byte is sent once
-    assert predict_step_s(plan(), facts(*ready), FLOAT32, LINK, 2) == pytest.approx(expected_s)
+LARGE, LATE, ENCODED = plan(bucket_bytes=9 * MiB), plan("double_buffering"), plan(codec="int8")
+SLOW = LinkSpeed(latency_s=0.5, bandwidth_bytes_per_s=1e6)
+SMALL = ReadyGradient(ready_s=6.0, numel=250_000, nbytes=1_000_000, is_small=True)
+OF_SMALL = StepFacts(compute_s=10.0, backward_s=6.0, gradients=(SMALL,))
+# On two ranks each byte is sent once.
+PREDICTED_S = {
+    "gone before backward ends": (plan(), facts(1.0, 2.0, 3.0), FLOAT32, LINK, 2, 10.0),
+    "the last leaves when backward ends": (plan(), facts(4.0, 5.0, 6.0), FLOAT32, LINK, 2, 11.0),
+    "one after the other": (plan(), facts(6.0, 6.0, 6.0), FLOAT32, LINK, 2, 13.0),
+    "buckets of one gradient": (plan(), facts(1.0, 2.0, 6.0), FLOAT32, LINK, 2, 11.0),
+    "a bucket waits for its last one": (LARGE, facts(1.0, 2.0, 6.0), FLOAT32, LINK, 2, 13.0),
+    "a codec sends less and computes": (ENCODED, facts(6.0), INT8, LINK, 2, 10 + 0.25 + 0.25),
+    "small parameters are not encoded": (ENCODED, OF_SMALL, INT8, LINK, 2, 11.0),
+    # Two ranks swap what they have in one round; a codec needs two.
+    "latency of each message": (plan(), facts(6.0, 6.0), FLOAT32, SLOW, 2, 13.0),
+    "latency of one message": (LARGE, facts(6.0, 6.0), FLOAT32, SLOW, 2, 12.5),
+    "latency of rounds": (plan(), facts(6.0, 6.0), FLOAT32, SLOW, 3, 10 + 14 / 3),
+    "a step late": (LATE, facts(6.0, 6.0), FLOAT32, LINK, 2, 10.0),
+    "longer than a step": (LATE, facts(*[6.0] * 12), FLOAT32, LINK, 2, 12.0),
+    "one rank sends nothing": (plan(), facts(6.0), FLOAT32, LINK, 1, 10.0),
+    "no network": (plan(), facts(6.0), FLOAT32, None, 4, 10.0),
+}
 
 
-def test_a_large_bucket_waits_for_its_last_gradient() -> None:
-    step = facts(1.0, 2.0, 6.0)
-    assert predict_step_s(plan(bucket_bytes=1), step, FLOAT32, LINK, 2) == pytest.approx(11.0)
-    assert predict_step_s(plan(bucket_bytes=9 * MiB), step, FLOAT32, LINK, 2) == pytest.approx(13.0)
-
-
-def test_a_codec_sends_less_and_computes_more() -> None:
-    got = predict_step_s(plan(codec="int8"), facts(6.0), INT8, LINK, 2)
-    assert got == pytest.approx(10 + 0.25 + 0.25)
-
-
-def test_small_parameters_are_not_encoded() -> None:
-    small = ReadyGradient(ready_s=6.0, numel=250_000, nbytes=1_000_000, is_small=True)
-    step = StepFacts(compute_s=10.0, backward_s=6.0, gradients=(small,))
-    assert predict_step_s(plan(codec="int8"), step, INT8, LINK, 2) == pytest.approx(11.0)
-
-
-def test_each_message_waits_for_the_latency() -> None:
-    slow = LinkSpeed(latency_s=0.5, bandwidth_bytes_per_s=1e6)
-    step = facts(6.0, 6.0)
-    # two ranks swap what they have in one round; a codec needs two
-    assert predict_step_s(plan(bucket_bytes=1), step, FLOAT32, slow, 2) == pytest.approx(13.0)
-    whole = predict_step_s(plan(bucket_bytes=9 * MiB), step, FLOAT32, slow, 2)
-    assert whole == pytest.approx(12.5)
-    assert predict_step_s(plan(bucket_bytes=1), step, FLOAT32, slow, 3) == pytest.approx(
-        10 + 14 / 3
-    )
-
-
-def test_a_step_late_overlaps_with_the_whole_step() -> None:
-    late = plan("double_buffering")
-    assert predict_step_s(late, facts(6.0, 6.0), FLOAT32, LINK, 2) == pytest.approx(10.0)
-    assert predict_step_s(late, facts(*[6.0] * 12), FLOAT32, LINK, 2) == pytest.approx(12.0)
-
-
-def test_one_rank_sends_nothing() -> None:
-    assert predict_step_s(plan(), facts(6.0), FLOAT32, LINK, 1) == 10.0
-    assert predict_step_s(plan(), facts(6.0), FLOAT32, None, 4) == 10.0
+@pytest.mark.parametrize("case", PREDICTED_S)
+def test_the_time_of_a_step(case: str) -> None:
+    *given, expected_s = PREDICTED_S[case]
+    assert predict_step_s(*given) == pytest.approx(expected_s)
 
 
 def test_the_fastest_is_first_and_among_equals_the_plainest() -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.contracts.suites.resume_contracts import described
+from tests.ranks import on_ranks
 from tests.unit.exchange.auto.test_tuner import MAX_STEPS
 from tests.unit.models import batch, equal, loss_of, mlp, optimizer_of, train, values, wrap
 from torchmn.cluster import Topology
@@ -133,55 +134,46 @@ def test_auto_measures_again_on_other_ranks_and_loses_nothing() -> None:
 # ---- what is refused, and resume warnings ----
 
 
-def test_plain_states_and_those_of_other_schedules() -> None:
-    def rank_main(comm):
-        model, optimizer = wrap(comm, schedule="every_step")
-        plain = torch.optim.SGD(mlp().parameters(), 0.3).state_dict()
-        assert optimizer.reshard_state_dict([plain, plain, plain], comm) == plain
-        _, late = wrap(comm, schedule="double_buffering")
-        _, blocks = wrap(comm, schedule=PeriodicAverage(16))
-        train(model, late, comm.rank, range(0))
-        states = [described(blocks.state_dict())] * 3
-        with pytest.raises(UsageError, match="saved with schedule 'periodic_average'"):
-            optimizer.load_state_dict(optimizer.reshard_state_dict(states, comm))
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_plain_states_and_those_of_other_schedules(comm) -> None:
+    model, optimizer = wrap(comm, schedule="every_step")
+    plain = torch.optim.SGD(mlp().parameters(), 0.3).state_dict()
+    assert optimizer.reshard_state_dict([plain, plain, plain], comm) == plain
+    _, late = wrap(comm, schedule="double_buffering")
+    _, blocks = wrap(comm, schedule=PeriodicAverage(16))
+    train(model, late, comm.rank, range(0))
+    states = [described(blocks.state_dict())] * 3
+    with pytest.raises(UsageError, match="saved with schedule 'periodic_average'"):
+        optimizer.load_state_dict(optimizer.reshard_state_dict(states, comm))
 
 
-def test_blocks_saved_at_different_exchanges_are_rejected() -> None:
+@on_ranks(1)
+def test_blocks_saved_at_different_exchanges_are_rejected(comm) -> None:
     """Rank 1 has larger batches and has begun an exchange that rank 0 had not."""
-
-    def rank_main(comm):
-        _, optimizer = wrap(comm, schedule=PeriodicAverage(16, num_fragments=2))
-        states = [described(optimizer.state_dict()) for _ in range(2)]
-        states[1]["torchmn"]["order"]["next"] = 1
-        with pytest.raises(UsageError, match="rank 0: next 0, .*rank 1: next 1.*or after optimi"):
-            optimizer.reshard_state_dict(states, comm)
-
-    run_ranks(rank_main, 1)
+    _, optimizer = wrap(comm, schedule=PeriodicAverage(16, num_fragments=2))
+    states = [described(optimizer.state_dict()) for _ in range(2)]
+    states[1]["torchmn"]["order"]["next"] = 1
+    with pytest.raises(UsageError, match="rank 0: next 0, .*rank 1: next 1.*or after optimi"):
+        optimizer.reshard_state_dict(states, comm)
 
 
-def test_resume_warnings() -> None:
-    def rank_main(comm):
-        _, plain = wrap(comm, schedule="every_step")
-        assert plain.resume_warnings() == []
-        _, lossy = wrap(comm, schedule=PeriodicAverage(16), codec="int8")
-        first, second = lossy.resume_warnings()
-        assert "mean of the old workers' parameters, weighted by samples" in first
-        assert "int8" in second
-
-    run_ranks(rank_main, 1)
+@on_ranks(1)
+def test_resume_warnings(comm) -> None:
+    _, plain = wrap(comm, schedule="every_step")
+    assert plain.resume_warnings() == []
+    _, lossy = wrap(comm, schedule=PeriodicAverage(16), codec="int8")
+    first, second = lossy.resume_warnings()
+    assert "mean of the old workers' parameters, weighted by samples" in first
+    assert "int8" in second
 
 
-def test_the_step_count_and_the_nonfinite_record_continue() -> None:
-    def rank_main(comm):
-        model, optimizer = wrap(comm, on_nonfinite="ignore")
-        (loss_of(model, batch(comm.rank, 0)) * float("nan")).backward()
-        optimizer.step()
-        _, other = wrap(comm, on_nonfinite="ignore")
-        other.load_state_dict(described(optimizer.state_dict()))
-        assert other.nonfinite == optimizer.nonfinite
-        assert other.nonfinite[0].by_rank.keys() == {0, 1}
-        assert other.reducer.step == 1
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_the_step_count_and_the_nonfinite_record_continue(comm) -> None:
+    model, optimizer = wrap(comm, on_nonfinite="ignore")
+    (loss_of(model, batch(comm.rank, 0)) * float("nan")).backward()
+    optimizer.step()
+    _, other = wrap(comm, on_nonfinite="ignore")
+    other.load_state_dict(described(optimizer.state_dict()))
+    assert other.nonfinite == optimizer.nonfinite
+    assert other.nonfinite[0].by_rank.keys() == {0, 1}
+    assert other.reducer.step == 1

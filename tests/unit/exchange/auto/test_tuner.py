@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 import torch
 
+from tests.ranks import on_ranks
 from tests.unit.models import batch, equal, loss_of, train, values, wrap
 from torchmn.cluster import Topology
 from torchmn.comm.codecs import Float16
@@ -62,78 +63,66 @@ def test_all_ranks_select_the_same_plan_and_report_why(name, nodes, allowed, cap
     assert caplog.text.count("auto selected") == 1
 
 
-def test_schedules_that_cannot_work_in_the_script_are_excluded() -> None:
+@on_ranks(2)
+def test_schedules_that_cannot_work_in_the_script_are_excluded(comm):
     """A GradScaler, and two backward passes for a step: no trial of what cannot work with them."""
-
-    def rank_main(comm):
-        auto = Auto(lossy=True, stale=True)
-        model, optimizer = wrap(comm, schedule=auto, codec=auto)
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "More than one backward pass")
-            for step in range(MAX_STEPS + 2):
-                optimizer.zero_grad()
-                for part in range(2):
-                    scaler.scale(loss_of(model, batch(comm.rank, step + 50 * part))).backward()
-                scaler.step(optimizer)
-                scaler.update()
-        tried = {trial.plan.schedule for trial in optimizer.tuner.trials}
-        assert tried == {"every_step"}
-        assert "without double_buffering: " in optimizer.tuner.reason
-        return values(model)
-
-    results = run_ranks(rank_main, 2)
-    assert equal(*results)
+    auto = Auto(lossy=True, stale=True)
+    model, optimizer = wrap(comm, schedule=auto, codec=auto)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "More than one backward pass")
+        for step in range(MAX_STEPS + 2):
+            optimizer.zero_grad()
+            for part in range(2):
+                scaler.scale(loss_of(model, batch(comm.rank, step + 50 * part))).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    tried = {trial.plan.schedule for trial in optimizer.tuner.trials}
+    assert tried == {"every_step"}
+    assert "without double_buffering: " in optimizer.tuner.reason
+    return values(model)
 
 
-def test_a_saved_plan_that_is_no_longer_allowed() -> None:
-    def rank_main(comm):
-        model, optimizer = wrap(comm, schedule=Auto(stale=True))
-        optimizer.tuner._start_over()
-        optimizer.tuner._decide(
-            Plan(schedule="double_buffering", codec="float32", bucket_bytes=1 << 20), "for the test"
-        )
-        train(model, optimizer, comm.rank, range(2))
-        pending = optimizer.state_dict()
-        optimizer.flush()
-        flushed = copy.deepcopy(optimizer.state_dict())
-        _, again = wrap(comm, schedule="auto")
-        with pytest.raises(UsageError, match=r"saved with schedule 'double_buffering'"):
-            again.load_state_dict(pending)
-        again.load_state_dict(flushed)
-        assert again.tuner.plan is None
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_a_saved_plan_that_is_no_longer_allowed(comm) -> None:
+    model, optimizer = wrap(comm, schedule=Auto(stale=True))
+    optimizer.tuner._start_over()
+    optimizer.tuner._decide(
+        Plan(schedule="double_buffering", codec="float32", bucket_bytes=1 << 20), "for the test"
+    )
+    train(model, optimizer, comm.rank, range(2))
+    pending = optimizer.state_dict()
+    optimizer.flush()
+    flushed = copy.deepcopy(optimizer.state_dict())
+    _, again = wrap(comm, schedule="auto")
+    with pytest.raises(UsageError, match=r"saved with schedule 'double_buffering'"):
+        again.load_state_dict(pending)
+    again.load_state_dict(flushed)
+    assert again.tuner.plan is None
 
 
-def test_a_codec_alone_may_be_chosen() -> None:
-    def rank_main(comm):
-        model, optimizer = wrap(comm, codec=Auto(lossy=True))
-        train(model, optimizer, comm.rank, range(MAX_STEPS))
-        assert {trial.plan.schedule for trial in optimizer.tuner.trials} == {"every_step"}
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_a_codec_alone_may_be_chosen(comm) -> None:
+    model, optimizer = wrap(comm, codec=Auto(lossy=True))
+    train(model, optimizer, comm.rank, range(MAX_STEPS))
+    assert {trial.plan.schedule for trial in optimizer.tuner.trials} == {"every_step"}
 
 
-def test_a_codec_that_cannot_be_timed_is_tried_all_the_same() -> None:
-    def rank_main(comm):
-        model, optimizer = wrap(comm, schedule=Auto(stale=True), codec="power_sgd")
-        train(model, optimizer, comm.rank, range(MAX_STEPS))
-        tried = {trial.plan.schedule for trial in optimizer.tuner.trials}
-        assert tried == {"every_step", "double_buffering"}
-        assert optimizer.tuner.plan is not None
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_a_codec_that_cannot_be_timed_is_tried_all_the_same(comm) -> None:
+    model, optimizer = wrap(comm, schedule=Auto(stale=True), codec="power_sgd")
+    train(model, optimizer, comm.rank, range(MAX_STEPS))
+    tried = {trial.plan.schedule for trial in optimizer.tuner.trials}
+    assert tried == {"every_step", "double_buffering"}
+    assert optimizer.tuner.plan is not None
 
 
-def test_shared_memory_leaves_nothing_to_choose() -> None:
-    def rank_main(comm):
-        model, optimizer = wrap(comm, codec=Auto(lossy=True), schedule="auto")
-        train(model, optimizer, comm.rank, range(tuner.NUM_WARM_UP + tuner.NUM_TIMED))
-        assert optimizer.tuner.plan.codec == "float32"
-        assert "nothing crosses a network" in optimizer.tuner.reason
-
-    run_ranks(rank_main, 2, name="single_node")
+@on_ranks(2, name="single_node")
+def test_shared_memory_leaves_nothing_to_choose(comm) -> None:
+    model, optimizer = wrap(comm, codec=Auto(lossy=True), schedule="auto")
+    train(model, optimizer, comm.rank, range(tuner.NUM_WARM_UP + tuner.NUM_TIMED))
+    assert optimizer.tuner.plan.codec == "float32"
+    assert "nothing crosses a network" in optimizer.tuner.reason
 
 
 @pytest.mark.parametrize(
@@ -144,28 +133,26 @@ def test_shared_memory_leaves_nothing_to_choose() -> None:
         ([1.00, 0.80], [0.85, 0.86], False),  # the default has been faster
     ],
 )
+@on_ranks(1)
 def test_a_plan_is_selected_if_it_is_faster_in_both_turns(
-    default_s: list[float], other_s: list[float], is_selected: bool
+    comm, default_s: list[float], other_s: list[float], is_selected: bool
 ) -> None:
-    def rank_main(comm):
-        _, optimizer = wrap(comm, codec=Auto(lossy=True))
-        chosen = optimizer.tuner
-        default, other = (
-            Plan(schedule="every_step", codec=codec, bucket_bytes=1 << 20)
-            for codec in ("float32", "int8")
-        )
-        chosen._default = default
-        chosen.trials = [
-            tuner.Trial(plan, step_s)
-            for pair in zip(default_s, other_s, strict=True)
-            for plan, step_s in zip((default, other), pair, strict=True)
-        ]
-        chosen._try_next()
-        assert chosen.plan == (other if is_selected else default)
-        assert ("the first is kept" in chosen.reason) != is_selected
-        assert f"{1e3 * min(other_s):.1f} ms" in chosen.reason
-
-    run_ranks(rank_main, 1)
+    _, optimizer = wrap(comm, codec=Auto(lossy=True))
+    chosen = optimizer.tuner
+    default, other = (
+        Plan(schedule="every_step", codec=codec, bucket_bytes=1 << 20)
+        for codec in ("float32", "int8")
+    )
+    chosen._default = default
+    chosen.trials = [
+        tuner.Trial(plan, step_s)
+        for pair in zip(default_s, other_s, strict=True)
+        for plan, step_s in zip((default, other), pair, strict=True)
+    ]
+    chosen._try_next()
+    assert chosen.plan == (other if is_selected else default)
+    assert ("the first is kept" in chosen.reason) != is_selected
+    assert f"{1e3 * min(other_s):.1f} ms" in chosen.reason
 
 
 class Stream(GpuClock):
@@ -213,34 +200,29 @@ def test_times_are_those_of_the_device_without_the_wait_for_the_exchange() -> No
     assert timer.num_steps == 0
 
 
-def test_a_saved_plan_is_used_again_bit_equal() -> None:
-    def rank_main(comm):
-        options = {"codec": Auto(lossy=True), "schedule": "auto"}
-        model, optimizer = wrap(comm, **options)
-        train(model, optimizer, comm.rank, range(MAX_STEPS))
-        saved = copy.deepcopy(optimizer.state_dict())
-        again, other = wrap(comm, **options)
-        again.load_state_dict(model.state_dict())
-        other.load_state_dict(saved)
-        assert other.tuner.plan == optimizer.tuner.plan
-        for each, network in ((optimizer, model), (other, again)):
-            train(network, each, comm.rank, range(3))
-            each.flush()
-        assert equal(values(model), values(again))
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_a_saved_plan_is_used_again_bit_equal(comm) -> None:
+    options = {"codec": Auto(lossy=True), "schedule": "auto"}
+    model, optimizer = wrap(comm, **options)
+    train(model, optimizer, comm.rank, range(MAX_STEPS))
+    saved = copy.deepcopy(optimizer.state_dict())
+    again, other = wrap(comm, **options)
+    again.load_state_dict(model.state_dict())
+    other.load_state_dict(saved)
+    assert other.tuner.plan == optimizer.tuner.plan
+    for each, network in ((optimizer, model), (other, again)):
+        train(network, each, comm.rank, range(3))
+        each.flush()
+    assert equal(values(model), values(again))
 
 
-def test_ranks_whose_data_end_early_decide_too() -> None:
-    def rank_main(comm):
-        model, optimizer = wrap(comm, codec=Auto(lossy=True), schedule="auto")
-        with optimizer.join():
-            train(model, optimizer, comm.rank, range(4 + comm.rank * MAX_STEPS))
-        assert optimizer.tuner.plan is not None
-        return values(model)
-
-    results = run_ranks(rank_main, 3)
-    assert all(equal(result, results[0]) for result in results)
+@on_ranks(3)
+def test_ranks_whose_data_end_early_decide_too(comm):
+    model, optimizer = wrap(comm, codec=Auto(lossy=True), schedule="auto")
+    with optimizer.join():
+        train(model, optimizer, comm.rank, range(4 + comm.rank * MAX_STEPS))
+    assert optimizer.tuner.plan is not None
+    return values(model)
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,7 @@ from torch import nn
 from tests.unit.models import batch, loss_of, mlp, wrap
 from torchmn import create_multi_node_checkpointer, create_multi_node_optimizer
 from torchmn.errors import ResultWarning
-from torchmn.exchange.schedules import (
-    BlockMomentum,
-    DiLoCo,
-    PeriodicAverage,
-    Schedule,
-    Warmup,
-)
+from torchmn.exchange.schedules import BlockMomentum, DiLoCo, PeriodicAverage, Schedule, Warmup
 from torchmn.testing import run_ranks
 
 BLOCK = 32

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.ranks import on_ranks
 from tests.unit.models import mlp, optimizer_of
 from torchmn.cluster import Topology
 from torchmn.errors import UnknownNameError, UnsupportedError, UsageError
@@ -25,41 +26,33 @@ def wrap(comm, **options):
         ({"weight": "tokens"}, "Unknown weight 'tokens'. Known: rank, samples"),
     ],
 )
-def test_unknown_names_list_the_known_ones(options: dict, text: str) -> None:
-    def rank_main(comm):
-        with pytest.raises(UnknownNameError, match=text):
-            wrap(comm, **options)
-
-    run_ranks(rank_main, 1)
+@on_ranks(1)
+def test_unknown_names_list_the_known_ones(comm, options: dict, text: str) -> None:
+    with pytest.raises(UnknownNameError, match=text):
+        wrap(comm, **options)
 
 
-def test_two_schedules_at_once_are_refused() -> None:
-    def rank_main(comm):
-        with pytest.raises(UnsupportedError, match="contradict each other"):
-            wrap(comm, double_buffering=True, schedule="every_step")
-
-    run_ranks(rank_main, 1)
+@on_ranks(1)
+def test_two_schedules_at_once_are_refused(comm) -> None:
+    with pytest.raises(UnsupportedError, match="contradict each other"):
+        wrap(comm, double_buffering=True, schedule="every_step")
 
 
-def test_a_schedule_by_name_by_flag_and_as_object() -> None:
-    def rank_main(comm):
-        assert wrap(comm).schedule.name == "every_step"
-        assert wrap(comm, double_buffering=True).schedule.name == "double_buffering"
-        assert wrap(comm, schedule="double_buffering").schedule.name == "double_buffering"
-        given = DoubleBuffering()
-        assert wrap(comm, schedule=given).schedule is given
-        assert all(make().name == name for name, make in SCHEDULES.items())
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_a_schedule_by_name_by_flag_and_as_object(comm) -> None:
+    assert wrap(comm).schedule.name == "every_step"
+    assert wrap(comm, double_buffering=True).schedule.name == "double_buffering"
+    assert wrap(comm, schedule="double_buffering").schedule.name == "double_buffering"
+    given = DoubleBuffering()
+    assert wrap(comm, schedule=given).schedule is given
+    assert all(make().name == name for name, make in SCHEDULES.items())
 
 
-def test_the_codec_comes_from_the_communicator_unless_given() -> None:
-    def rank_main(comm):
-        assert wrap(comm).reducer.codec.name == "bfloat16"
-        with pytest.raises(UnsupportedError, match="Give one of the two"):
-            wrap(comm, codec="float16")
-
-    run_ranks(rank_main, 2, allreduce_grad_dtype="bfloat16")
+@on_ranks(2, allreduce_grad_dtype="bfloat16")
+def test_the_codec_comes_from_the_communicator_unless_given(comm) -> None:
+    assert wrap(comm).reducer.codec.name == "bfloat16"
+    with pytest.raises(UnsupportedError, match="Give one of the two"):
+        wrap(comm, codec="float16")
 
 
 def test_power_sgd_is_refused_where_parameters_are_cut() -> None:

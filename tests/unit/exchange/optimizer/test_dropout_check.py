@@ -10,8 +10,8 @@ import pytest
 from torch import nn
 
 from tests.limits import limit
+from tests.ranks import on_ranks
 from tests.unit.models import optimizer_of
-from torchmn.testing import run_ranks
 
 SCRIPT = """
 import sys, warnings
@@ -102,9 +102,7 @@ def test_one_seed_on_all_ranks_during_training(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("error")
-def test_ranks_that_are_threads_of_one_process_are_not_asked() -> None:
-    def wrap(comm):
-        model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
-        optimizer_of(comm, model)
-
-    run_ranks(wrap, 2)
+@on_ranks(2)
+def test_ranks_that_are_threads_of_one_process_are_not_asked(comm) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
+    optimizer_of(comm, model)

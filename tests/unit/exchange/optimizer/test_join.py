@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.ranks import on_ranks
 from tests.unit.models import batch, equal, loss_of, mlp, train, values
 from torchmn import create_multi_node_optimizer
 from torchmn.errors import CommunicationError, UnsupportedError
@@ -53,29 +54,25 @@ def test_buffers_are_of_the_rank_that_ran_to_the_end() -> None:
     assert torch.equal(mean_0, mean_1)
 
 
-def test_a_closure_inside_join_is_refused() -> None:
-    def rank_main(comm):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(INNER["adam"](model), comm, model)
-        with pytest.raises(UnsupportedError, match=r"inside join\(\)"), optimizer.join():
-            optimizer.step(lambda: 0.0)
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_a_closure_inside_join_is_refused(comm) -> None:
+    model = mlp()
+    optimizer = create_multi_node_optimizer(INNER["adam"](model), comm, model)
+    with pytest.raises(UnsupportedError, match=r"inside join\(\)"), optimizer.join():
+        optimizer.step(lambda: 0.0)
 
 
-def test_an_error_in_one_loop_ends_the_others_in_time() -> None:
-    def rank_main(comm):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(INNER["adam"](model), comm, model)
+@on_ranks(2, timeout_s=1)
+def test_an_error_in_one_loop_ends_the_others_in_time(comm) -> None:
+    model = mlp()
+    optimizer = create_multi_node_optimizer(INNER["adam"](model), comm, model)
 
-        def loop() -> None:
-            with optimizer.join():
-                for step in range(3):
-                    if comm.rank == 1 and step == 1:
-                        raise KeyError("no such sample")
-                    train(model, optimizer, comm.rank, [step])
+    def loop() -> None:
+        with optimizer.join():
+            for step in range(3):
+                if comm.rank == 1 and step == 1:
+                    raise KeyError("no such sample")
+                train(model, optimizer, comm.rank, [step])
 
-        with pytest.raises(KeyError if comm.rank == 1 else CommunicationError):
-            loop()
-
-    run_ranks(rank_main, 2, timeout_s=1)
+    with pytest.raises(KeyError if comm.rank == 1 else CommunicationError):
+        loop()

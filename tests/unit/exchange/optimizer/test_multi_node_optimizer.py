@@ -12,7 +12,21 @@ import torch
 from torch import nn
 
 from tests.limits import limit
-from tests.unit.models import batch, equal, grads, local_grads, loss_of, mlp, near, values, wrap
+from tests.ranks import on_ranks
+from tests.unit.models import (
+    batch,
+    equal,
+    grads,
+    local_grads,
+    loss_of,
+    mean_grads,
+    mlp,
+    near,
+    sgd,
+    train,
+    values,
+    wrap,
+)
 from torchmn import create_multi_node_optimizer
 from torchmn.errors import CommunicationError, RankMismatchError, UnsupportedError, UsageError
 from torchmn.testing import run_ranks
@@ -20,68 +34,50 @@ from torchmn.testing import run_ranks
 SCHEDULES = ["every_step", "double_buffering"]
 
 
-def momentum(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr, momentum=0.9, weight_decay=1e-3)
+@on_ranks(2)
+def test_shares_groups_state_and_defaults_with_the_inner_one(comm) -> None:
+    model = mlp()
+    inner = sgd(model)
+    optimizer = create_multi_node_optimizer(inner, comm, model)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert optimizer.param_groups is inner.param_groups
+    assert optimizer.defaults is inner.defaults
+    assert optimizer.state is inner.state
+    train(model, optimizer, comm.rank, range(2))
+    optimizer.load_state_dict(optimizer.state_dict())  # replaces both in the inner one
+    assert optimizer.param_groups is inner.param_groups
+    assert optimizer.state is inner.state
+    optimizer.param_groups[0]["lr"] = 0.25
+    assert inner.param_groups[0]["lr"] == 0.25
+    inner.note = "mine"  # what only the inner optimizer has is found through ours
+    assert optimizer.note == "mine"
+    with pytest.raises(AttributeError):
+        _ = optimizer.nothing_of_the_kind
+    text = repr(optimizer)
+    assert "every_step" in text
+    assert f"rank {comm.rank} of 2" in text
+    assert "SGD" in text
 
 
-def train(model, optimizer, rank, steps, after_step=None):
-    for step in steps:
-        optimizer.zero_grad()
-        loss_of(model, batch(rank, step)).backward()
-        optimizer.step()
-        if after_step is not None:
-            after_step(step)
+@on_ranks(1, 2)
+def test_copies_and_pickles_are_refused(comm) -> None:
+    model, optimizer = wrap(comm)
+    for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(UnsupportedError, match=r"cannot be copied.*state_dict\(\)"):
+            duplicate(optimizer)
+    assert copy.deepcopy(optimizer.inner).param_groups[0]["lr"] == 0.1
 
 
-def test_shares_groups_state_and_defaults_with_the_inner_one() -> None:
-    def rank_main(comm):
-        model = mlp()
-        inner = momentum(model)
-        optimizer = create_multi_node_optimizer(inner, comm, model)
-        assert isinstance(optimizer, torch.optim.Optimizer)
-        assert optimizer.param_groups is inner.param_groups
-        assert optimizer.defaults is inner.defaults
-        assert optimizer.state is inner.state
-        train(model, optimizer, comm.rank, range(2))
-        optimizer.load_state_dict(optimizer.state_dict())  # replaces both in the inner one
-        assert optimizer.param_groups is inner.param_groups
-        assert optimizer.state is inner.state
-        optimizer.param_groups[0]["lr"] = 0.25
-        assert inner.param_groups[0]["lr"] == 0.25
-        text = repr(optimizer)
-        assert "every_step" in text
-        assert f"rank {comm.rank} of 2" in text
-        assert "SGD" in text
-
-    run_ranks(rank_main, 2)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_copies_and_pickles_are_refused(world_size: int) -> None:
-    def rank_main(comm):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(momentum(model), comm, model)
-        for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
-            with pytest.raises(UnsupportedError, match=r"cannot be copied.*state_dict\(\)"):
-                duplicate(optimizer)
-        assert copy.deepcopy(optimizer.inner).param_groups[0]["lr"] == 0.1
-
-    run_ranks(rank_main, world_size)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_grad_scaler_is_refused_where_gradients_are_late(world_size: int) -> None:
-    def rank_main(comm):
-        model = mlp(dtype=torch.float32)
-        optimizer = create_multi_node_optimizer(momentum(model), comm, model, double_buffering=True)
-        scaler = torch.amp.GradScaler("cpu")
-        scaler.scale(loss_of(model, batch(0, 0, dtype=torch.float32))).backward()
-        with pytest.raises(UnsupportedError, match=r"GradScaler and double_buffering.*bfloat16"):
-            scaler.step(optimizer)
-        off = torch.amp.GradScaler("cpu", enabled=False)
-        off.step(optimizer)  # switched off it only steps
-
-    run_ranks(rank_main, world_size)
+@on_ranks(1, 2)
+def test_grad_scaler_is_refused_where_gradients_are_late(comm) -> None:
+    model = mlp(dtype=torch.float32)
+    optimizer = create_multi_node_optimizer(sgd(model), comm, model, double_buffering=True)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss_of(model, batch(0, 0, dtype=torch.float32))).backward()
+    with pytest.raises(UnsupportedError, match=r"GradScaler and double_buffering.*bfloat16"):
+        scaler.step(optimizer)
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    off.step(optimizer)  # switched off it only steps
 
 
 class Scaled(torch.optim.SGD):
@@ -140,97 +136,63 @@ def test_a_step_that_takes_no_closure(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_group_added_later_is_broadcast_and_exchanged(schedule: str) -> None:
-    def rank_main(comm):
-        model = nn.Sequential(mlp(), mlp())[:1]
-        optimizer = create_multi_node_optimizer(momentum(model), comm, model, schedule=schedule)
-        train(model, optimizer, comm.rank, range(2))
-        model.append(nn.Linear(3, 2, dtype=torch.float64))
-        with torch.no_grad():
-            model[1].weight.fill_(comm.rank + 1.0)  # other values on every rank
-            model[1].bias.zero_()
-        optimizer.add_param_group({"params": model[1].parameters(), "lr": 0.01})
-        assert float(model[1].weight[0, 0].detach()) == 1.0
-        assert [group["lr"] for group in optimizer.inner.param_groups] == [0.1, 0.01]
-        train(model, optimizer, comm.rank, range(2, 5))
-        optimizer.flush()
-        assert not torch.equal(model[1].weight, torch.ones(2, 3, dtype=torch.float64))
-        return values(model)
-
-    results = run_ranks(rank_main, 3, name="hierarchical")
-    for result in results[1:]:
-        assert equal(result, results[0])
+@on_ranks(3, name="hierarchical")
+def test_a_group_added_later_is_broadcast_and_exchanged(comm, schedule: str):
+    model = nn.Sequential(mlp(), mlp())[:1]
+    optimizer = create_multi_node_optimizer(sgd(model), comm, model, schedule=schedule)
+    train(model, optimizer, comm.rank, range(2))
+    model.append(nn.Linear(3, 2, dtype=torch.float64))
+    with torch.no_grad():
+        model[1].weight.fill_(comm.rank + 1.0)  # other values on every rank
+        model[1].bias.zero_()
+    optimizer.add_param_group({"params": model[1].parameters(), "lr": 0.01})
+    assert float(model[1].weight[0, 0].detach()) == 1.0
+    assert [group["lr"] for group in optimizer.inner.param_groups] == [0.1, 0.01]
+    train(model, optimizer, comm.rank, range(2, 5))
+    optimizer.flush()
+    assert not torch.equal(model[1].weight, torch.ones(2, 3, dtype=torch.float64))
+    return values(model)
 
 
-def test_a_group_that_is_not_in_the_model_is_refused_and_not_added() -> None:
-    def rank_main(comm):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(momentum(model), comm, model)
-        with pytest.raises(UsageError, match=r"group 1, shape \[2\], is not in the model"):
-            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
-        assert len(optimizer.param_groups) == 1
-        train(model, optimizer, comm.rank, range(2))
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_a_group_that_is_not_in_the_model_is_refused_and_not_added(comm) -> None:
+    model, optimizer = wrap(comm)
+    with pytest.raises(UsageError, match=r"group 1, shape \[2\], is not in the model"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    assert len(optimizer.param_groups) == 1
+    train(model, optimizer, comm.rank, range(2))
 
 
-def test_a_group_takes_parameters_over_from_an_older_optimizer() -> None:
-    def rank_main(comm):
-        model = nn.Sequential(mlp(), nn.Linear(3, 2, dtype=torch.float64))
-        older = create_multi_node_optimizer(momentum(model[0]), comm, model)
-        newer = create_multi_node_optimizer(momentum(model[1]), comm, model)
-        newer.add_param_group({"params": model[0].parameters()})
-        train(model, newer, comm.rank, range(2))  # each gradient is exchanged once: no warning
-        with pytest.raises(UsageError, match="gave its parameters to"):
-            older.step()
-        return values(model)
-
-    one, other = run_ranks(rank_main, 2)
-    assert equal(one, other)
+@on_ranks(2)
+def test_a_group_takes_parameters_over_from_an_older_optimizer(comm):
+    model = nn.Sequential(mlp(), nn.Linear(3, 2, dtype=torch.float64))
+    older = create_multi_node_optimizer(sgd(model[0]), comm, model)
+    newer = create_multi_node_optimizer(sgd(model[1]), comm, model)
+    newer.add_param_group({"params": model[0].parameters()})
+    train(model, newer, comm.rank, range(2))  # each gradient is exchanged once: no warning
+    with pytest.raises(UsageError, match="gave its parameters to"):
+        older.step()
+    return values(model)
 
 
 @pytest.mark.parametrize("schedule", [*SCHEDULES, "periodic_average"])
-def test_parameters_that_a_script_puts_into_a_group_are_those_of_rank_0(schedule: str) -> None:
-    def rank_main(comm):
-        model = nn.Sequential(mlp())
-        optimizer = create_multi_node_optimizer(momentum(model), comm, model, schedule=schedule)
-        train(model, optimizer, comm.rank, range(2))
-        model.append(nn.Linear(3, 2, dtype=torch.float64))
-        nn.init.constant_(model[1].weight, comm.rank + 1.0)
-        optimizer.param_groups[0]["params"].extend(model[1].parameters())
-        if optimizer.schedule.traits.replica_consistency != "per_step":
-            with pytest.raises(UnsupportedError, match=r"call flush\(\) and close\(\)"):
-                optimizer.zero_grad()
-            return []
-        optimizer.zero_grad()
-        assert torch.equal(model[1].weight, torch.ones(2, 3, dtype=torch.float64))
-        train(model, optimizer, comm.rank, range(2, 4))
-        optimizer.flush()
-        return values(model)
-
-    one, other = run_ranks(rank_main, 2)
-    assert equal(one, other)
-
-
-@pytest.mark.filterwarnings("ignore:(.|\n)*called step\\(\\) without backward")
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_step_on_a_rank_without_backward_counts_as_zeros(schedule: str) -> None:
-    def rank_main(comm):
-        model, optimizer = wrap(comm, schedule=schedule)
-        if comm.rank != 1:
-            loss_of(model, batch(comm.rank, 0)).backward()
-        optimizer.step()
-        optimizer.flush()
-        return values(model)
-
-    results = run_ranks(rank_main, 3, timeout_s=limit(5))
-    reference = mlp()
-    parts = [local_grads(reference, batch(rank, 0)) for rank in (0, 2)]
-    means = [(a + b) / 3 for a, b in zip(*parts, strict=True)]
-    after = [v - 0.1 * g for v, g in zip(values(reference), means, strict=True)]
-    for result in results:
-        assert equal(result, results[0])
-    assert near(results[0], after)
+@on_ranks(2)
+def test_parameters_that_a_script_puts_into_a_group_are_those_of_rank_0(comm, schedule: str):
+    model = nn.Sequential(mlp())
+    optimizer = create_multi_node_optimizer(sgd(model), comm, model, schedule=schedule)
+    train(model, optimizer, comm.rank, range(2))
+    model.append(nn.Linear(3, 2, dtype=torch.float64))
+    nn.init.constant_(model[1].weight, comm.rank + 1.0)
+    optimizer.param_groups[0]["params"].extend(model[1].parameters())
+    if optimizer.schedule.traits.replica_consistency != "per_step":
+        with pytest.raises(UnsupportedError, match=r"call flush\(\) and close\(\)"):
+            optimizer.zero_grad()
+        return []
+    optimizer.zero_grad()
+    assert torch.equal(model[1].weight, torch.ones(2, 3, dtype=torch.float64))
+    train(model, optimizer, comm.rank, range(2, 4))
+    optimizer.flush()
+    return values(model)
 
 
 @pytest.mark.parametrize("name", ["flat", "hierarchical"])
@@ -239,10 +201,7 @@ def test_step_on_a_rank_without_backward_counts_as_zeros(schedule: str) -> None:
 def test_a_backward_that_raises_on_all_ranks_may_be_repeated(name: str, schedule, codec) -> None:
     def rank_main(comm, *, raises):
         comm.route.bucket_bytes = 1
-        model = mlp()
-        optimizer = create_multi_node_optimizer(
-            momentum(model), comm, model, schedule=schedule, codec=codec
-        )
+        model, optimizer = wrap(comm, schedule=schedule, codec=codec)
         for step in range(6):
             optimizer.zero_grad()
             if raises and step % 2:
@@ -265,47 +224,39 @@ def test_a_backward_that_raises_on_all_ranks_may_be_repeated(name: str, schedule
 
 
 @pytest.mark.parametrize("schedule", ["every_step", "double_buffering"])
-@pytest.mark.parametrize("size", [2, 3])
+@on_ranks(2, 3, timeout_s=limit(5))
 def test_a_backward_that_raises_and_is_repeated_on_one_rank_alone_is_named_on_all(
-    size: int, schedule: str
+    comm, schedule: str
 ) -> None:
     """As after out of memory on one rank. Where there is one set of buckets all may continue."""
-
-    def rank_main(comm):
-        comm.route.bucket_bytes = 1
-        model = mlp()
-        optimizer = create_multi_node_optimizer(momentum(model), comm, model, schedule=schedule)
-        if comm.rank == 1:
-            with pytest.raises(ValueError, match="broken layer"):
-                loss_of(nn.Sequential(Raises(), *model), batch(comm.rank, 0)).backward()
-            optimizer.zero_grad()
-        named = r"rank 1 raised an exception in its backward"
-
-        def two_steps() -> None:  # where means come a step late the second one finds it
-            loss_of(model, batch(comm.rank, 0)).backward()
-            optimizer.step()
-            loss_of(model, batch(comm.rank, 1)).backward()
-
-        with pytest.raises(RankMismatchError, match=named):
-            two_steps()
-        if schedule == "double_buffering":
-            with pytest.raises(CommunicationError, match=named):
-                optimizer.step()
-            return
+    comm.route.bucket_bytes = 1
+    model, optimizer = wrap(comm, schedule=schedule)
+    if comm.rank == 1:
+        with pytest.raises(ValueError, match="broken layer"):
+            loss_of(nn.Sequential(Raises(), *model), batch(comm.rank, 0)).backward()
         optimizer.zero_grad()
-        loss_of(model, batch(comm.rank, 0)).backward()
-        locals_ = [local_grads(model, batch(rank, 0)) for rank in range(comm.size)]
-        means = [sum(parts) / comm.size for parts in zip(*locals_, strict=True)]
-        assert near(grads(model), means)
+    named = r"rank 1 raised an exception in its backward"
 
-    run_ranks(rank_main, size, timeout_s=limit(5))
+    def two_steps() -> None:  # where means come a step late the second one finds it
+        loss_of(model, batch(comm.rank, 0)).backward()
+        optimizer.step()
+        loss_of(model, batch(comm.rank, 1)).backward()
+
+    with pytest.raises(RankMismatchError, match=named):
+        two_steps()
+    if schedule == "double_buffering":
+        with pytest.raises(CommunicationError, match=named):
+            optimizer.step()
+        return
+    optimizer.zero_grad()
+    loss_of(model, batch(comm.rank, 0)).backward()
+    assert near(grads(model), mean_grads(model, range(comm.size)))
 
 
 def test_a_backward_that_raises_on_one_rank_ends_the_others_in_time() -> None:
     def rank_main(comm):
         comm.route.bucket_bytes = 1
-        model = mlp()
-        optimizer = create_multi_node_optimizer(momentum(model), comm, model)
+        model, optimizer = wrap(comm)
         layers = nn.Sequential(Raises(), *model) if comm.rank == 0 else model
         error = ValueError if comm.rank == 0 else CommunicationError
         with pytest.raises(error):
@@ -341,46 +292,25 @@ class _Raise(torch.autograd.Function):
         raise ValueError("broken layer")
 
 
-def test_use_after_finalize_is_an_error_with_the_cure() -> None:
-    def rank_main(comm):
-        model = mlp()
-        create_multi_node_optimizer(momentum(model), comm, model)
-        comm.finalize()
-        with pytest.raises(CommunicationError, match="was finalized. Create a new one"):
-            loss_of(model, batch(comm.rank, 0)).backward()
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_use_after_finalize_is_an_error_with_the_cure(comm) -> None:
+    model = mlp()
+    create_multi_node_optimizer(sgd(model), comm, model)
+    comm.finalize()
+    with pytest.raises(CommunicationError, match="was finalized. Create a new one"):
+        loss_of(model, batch(comm.rank, 0)).backward()
 
 
-def test_close_lets_go_of_the_model() -> None:
-    def rank_main(comm):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(momentum(model), comm, model, weight="samples")
-        train(model, optimizer, comm.rank, range(2))
-        optimizer.close()
-        expected = local_grads(model, batch(comm.rank, 2))
-        optimizer.zero_grad()
-        loss_of(model, batch(comm.rank, 2)).backward()
-        assert equal(grads(model), expected)  # of this rank alone
-        again = create_multi_node_optimizer(momentum(model), comm, model)
-        train(model, again, comm.rank, range(3))
-        assert again.reducer.step == 3
-        return values(model)
-
-    results = run_ranks(rank_main, 2)
-    assert equal(*results)
-
-
-def test_a_forgotten_optimizer_of_the_inner_class_still_answers() -> None:
-    """What only the inner optimizer has is found through ours."""
-
-    def rank_main(comm):
-        model = mlp()
-        inner = momentum(model)
-        inner.note = "mine"
-        optimizer = create_multi_node_optimizer(inner, comm, model)
-        assert optimizer.note == "mine"
-        with pytest.raises(AttributeError):
-            _ = optimizer.nothing_of_the_kind
-
-    run_ranks(rank_main, 1)
+@on_ranks(2)
+def test_close_lets_go_of_the_model(comm):
+    model, optimizer = wrap(comm, weight="samples")
+    train(model, optimizer, comm.rank, range(2))
+    optimizer.close()
+    expected = local_grads(model, batch(comm.rank, 2))
+    optimizer.zero_grad()
+    loss_of(model, batch(comm.rank, 2)).backward()
+    assert equal(grads(model), expected)  # of this rank alone
+    again = create_multi_node_optimizer(sgd(model), comm, model)
+    train(model, again, comm.rank, range(3))
+    assert again.reducer.step == 3
+    return values(model)

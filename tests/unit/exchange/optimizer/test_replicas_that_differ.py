@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.utils import prune
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.ranks import on_ranks
 from tests.unit.models import batch, equal, loss_of, mlp, optimizer_of, sgd, train, values, wrap
 from torchmn import create_multi_node_optimizer, scatter_loader
 from torchmn.errors import RankMismatchError, ResultWarning
@@ -161,66 +162,59 @@ def test_buffers_that_may_be_used(layer: nn.Module, schedule: str) -> None:
     train_with(layer, schedule)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_step_that_one_rank_leaves_out_is_refused_on_all(size: int) -> None:
-    def rank_main(comm):
-        model, optimizer = wrap(comm)
-        seen = []
+@on_ranks(2, 3)
+def test_a_step_that_one_rank_leaves_out_is_refused_on_all(comm) -> None:
+    model, optimizer = wrap(comm)
+    seen = []
 
-        def train():
-            for step in range(5):
-                seen.append(step)
-                optimizer.zero_grad()
-                loss_of(model, batch(comm.rank, step)).backward()
-                if step != 2 or comm.rank != 1:
-                    optimizer.step()
+    def train():
+        for step in range(5):
+            seen.append(step)
+            optimizer.zero_grad()
+            loss_of(model, batch(comm.rank, step)).backward()
+            if step != 2 or comm.rank != 1:
+                optimizer.step()
 
-        with pytest.raises(RankMismatchError, match="different numbers of optimizer steps"):
-            train()
-        assert seen == [0, 1, 2, 3]
-        optimizer.close()
-
-    run_ranks(rank_main, size)
+    with pytest.raises(RankMismatchError, match="different numbers of optimizer steps"):
+        train()
+    assert seen == [0, 1, 2, 3]
+    optimizer.close()
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.filterwarnings("ignore:(.|\n)*no multi-node optimizer trains them")
-def test_what_all_ranks_do_is_no_difference(schedule: str) -> None:
+@on_ranks(2)
+def test_what_all_ranks_do_is_no_difference(comm, schedule: str):
     """Steps left out, states loaded, parameters added or changed; ranks that leave their loops."""
+    model = nn.Sequential(mlp(), nn.Conv1d(1, 2, 1).double()).to(torch.float64)
+    model[1].weight.data = torch.ones(2, 1, 1, dtype=torch.float64)
+    model[1].bias.data = torch.zeros(2, dtype=torch.float64)
+    inner = torch.optim.SGD(model[0].parameters(), 0.1, momentum=0.9)
+    optimizer = create_multi_node_optimizer(inner, comm, model, schedule=schedule)
 
-    def rank_main(comm):
-        model = nn.Sequential(mlp(), nn.Conv1d(1, 2, 1).double()).to(torch.float64)
-        model[1].weight.data = torch.ones(2, 1, 1, dtype=torch.float64)
-        model[1].bias.data = torch.zeros(2, dtype=torch.float64)
-        inner = torch.optim.SGD(model[0].parameters(), 0.1, momentum=0.9)
-        optimizer = create_multi_node_optimizer(inner, comm, model, schedule=schedule)
+    def train(steps, *, is_stepping=True):
+        for step in steps:
+            optimizer.zero_grad()
+            (loss_of(model[0], batch(comm.rank, step)) + model[1].weight.sum() ** 2).backward()
+            if is_stepping:
+                optimizer.step()
 
-        def train(steps, *, is_stepping=True):
-            for step in steps:
-                optimizer.zero_grad()
-                (loss_of(model[0], batch(comm.rank, step)) + model[1].weight.sum() ** 2).backward()
-                if is_stepping:
-                    optimizer.step()
-
-        train(range(3))
-        if schedule == "every_step":
-            train([3], is_stepping=False)
-        train(range(4, 6))
-        optimizer.load_state_dict(optimizer.state_dict())
-        train([6])
-        optimizer.add_param_group({"params": list(model[1].parameters())})
-        train(range(7, 9))
-        with optimizer.join():
-            train(range(9, 11 + comm.rank))
-        train(range(12, 15))
-        optimizer.flush()
-        comm.bcast_data(model)
-        train([15])
-        optimizer.close()
-        return values(model)
-
-    first, second = run_ranks(rank_main, 2)
-    assert equal(first, second)
+    train(range(3))
+    if schedule == "every_step":
+        train([3], is_stepping=False)
+    train(range(4, 6))
+    optimizer.load_state_dict(optimizer.state_dict())
+    train([6])
+    optimizer.add_param_group({"params": list(model[1].parameters())})
+    train(range(7, 9))
+    with optimizer.join():
+        train(range(9, 11 + comm.rank))
+    train(range(12, 15))
+    optimizer.flush()
+    comm.bcast_data(model)
+    train([15])
+    optimizer.close()
+    return values(model)
 
 
 @pytest.mark.parametrize(
@@ -320,16 +314,14 @@ def test_changes_without_a_backward_pass_that_ranks_share_are_not(steps: bool) -
     assert all(equal(result, results[0]) for result in results)
 
 
-def test_a_model_that_is_trained_after_close_is_the_ranks_own() -> None:
-    def rank_main(comm):
-        model = mlp()
-        create_multi_node_optimizer(sgd(model), comm, model).close()
-        loader = scatter_loader(DataLoader(TensorDataset(batch(0, 0, 8)), batch_size=8), comm)
-        own = sgd(model)
-        for _ in range(3):
-            for (x,) in loader:
-                own.zero_grad()
-                loss_of(model, x).backward()
-                own.step()
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_a_model_that_is_trained_after_close_is_the_ranks_own(comm) -> None:
+    model = mlp()
+    create_multi_node_optimizer(sgd(model), comm, model).close()
+    loader = scatter_loader(DataLoader(TensorDataset(batch(0, 0, 8)), batch_size=8), comm)
+    own = sgd(model)
+    for _ in range(3):
+        for (x,) in loader:
+            own.zero_grad()
+            loss_of(model, x).backward()
+            own.step()

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import torchmn
+from tests.ranks import on_ranks
 from torchmn.errors import UnsupportedError
 from torchmn.testing import run_ranks
 
@@ -97,30 +98,26 @@ def test_a_wrapper_with_a_step_and_a_state_of_its_own(num_before: int) -> None:
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
 
 
-def test_a_step_that_a_scheduler_has_wrapped_before_is_put_back() -> None:
-    def rank_main(comm):
-        model = nn.Linear(2, 1)
-        inner = Lookahead(torch.optim.SGD(model.parameters(), 0.1))
-        calls: list[int] = []
-        plain = inner.step
-        inner.step = lambda *a: (calls.append(1), plain(*a))[1]  # type: ignore[method-assign]
-        own = inner.step
-        optimizer = torchmn.create_multi_node_optimizer(inner, comm, model)
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-        optimizer.close()
-        return len(calls), inner.step is own
-
-    assert run_ranks(rank_main, 2) == [(1, True)] * 2
+@on_ranks(2)
+def test_a_step_that_a_scheduler_has_wrapped_before_is_put_back(comm) -> None:
+    model = nn.Linear(2, 1)
+    inner = Lookahead(torch.optim.SGD(model.parameters(), 0.1))
+    calls: list[int] = []
+    plain = inner.step
+    inner.step = lambda *a: (calls.append(1), plain(*a))[1]  # type: ignore[method-assign]
+    own = inner.step
+    optimizer = torchmn.create_multi_node_optimizer(inner, comm, model)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.close()
+    assert (len(calls), inner.step is own) == (1, True)
 
 
-def test_an_optimizer_by_name_only_is_refused() -> None:
-    def rank_main(comm):
-        model = nn.Linear(2, 1)
-        with pytest.raises(UnsupportedError, match="Bare has not called __init__"):
-            torchmn.create_multi_node_optimizer(
-                Bare(torch.optim.SGD(model.parameters(), 0.1)), comm, model
-            )
-        assert not model._forward_pre_hooks
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_an_optimizer_by_name_only_is_refused(comm) -> None:
+    model = nn.Linear(2, 1)
+    with pytest.raises(UnsupportedError, match="Bare has not called __init__"):
+        torchmn.create_multi_node_optimizer(
+            Bare(torch.optim.SGD(model.parameters(), 0.1)), comm, model
+        )
+    assert not model._forward_pre_hooks

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.unit.models import batch, equal, grads, loss_of, mlp, near, values
+from tests.ranks import on_ranks
+from tests.unit.models import batch, equal, grads, loss_of, mlp, near, train, values
 from torchmn import create_multi_node_optimizer
 from torchmn.errors import PerformanceWarning, UsageError
 from torchmn.exchange.schedules import DoubleBuffering
@@ -48,11 +49,9 @@ def make_eager(comm, model, inner=adam, **options):
     return create_multi_node_optimizer(inner(model), comm, model, schedule=schedule, **options)
 
 
-def train(model, optimizer, rank, steps) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        loss_of(model, batch(rank, step)).backward()
-        optimizer.step()
+def wrap_eager(comm, inner=adam, **options):
+    model = mlp()
+    return model, make_eager(comm, model, inner, **options)
 
 
 def reference(
@@ -107,8 +106,7 @@ def stepped(model, optimizer, gradients, edit: Edit = lambda model: None) -> flo
 
 def trained(comm, steps=6, inner=adam, *, edit=lambda model: None, set_to_none=True, **options):
     """The parameters after flush()."""
-    model = mlp()
-    optimizer = make_eager(comm, model, inner, **options)
+    model, optimizer = wrap_eager(comm, inner, **options)
     for step in range(steps):
         optimizer.zero_grad(set_to_none=set_to_none)
         loss_of(model, batch(comm.rank, step)).backward()
@@ -205,22 +203,19 @@ def test_nothing_is_left_in_the_optimizer(inner) -> None:
     check(run_ranks(lambda comm: trained(comm, inner=inner), 2), reference(2, 6, inner))
 
 
-def test_hooks_of_the_optimizer_see_steps_with_means_alone() -> None:
-    def rank_main(comm):
-        model = mlp()
-        optimizer = make_eager(comm, model)
-        average = torch.optim.swa_utils.AveragedModel(model)
-        before, after = [], []
-        optimizer.register_step_pre_hook(lambda *_: before.append(grads(model)))
-        optimizer.register_step_post_hook(lambda *_: after.append(values(model)))
-        optimizer.register_step_post_hook(lambda *_: average.update_parameters(model))
-        train(model, optimizer, comm.rank, range(5))
-        assert (len(before), len(after), int(average.n_averaged)) == (4, 4, 4)
-        optimizer.flush()
-        assert len(after) == 5
-        return [*sum(before, []), *sum(after, []), *values(average)]
-
-    assert equal(*run_ranks(rank_main, 2))
+@on_ranks(2)
+def test_hooks_of_the_optimizer_see_steps_with_means_alone(comm):
+    model, optimizer = wrap_eager(comm)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    before, after = [], []
+    optimizer.register_step_pre_hook(lambda *_: before.append(grads(model)))
+    optimizer.register_step_post_hook(lambda *_: after.append(values(model)))
+    optimizer.register_step_post_hook(lambda *_: average.update_parameters(model))
+    train(model, optimizer, comm.rank, range(5))
+    assert (len(before), len(after), int(average.n_averaged)) == (4, 4, 4)
+    optimizer.flush()
+    assert len(after) == 5
+    return [*sum(before, []), *sum(after, []), *values(average)]
 
 
 # ---- where parameters are those of a step with the own gradient ----
@@ -228,8 +223,7 @@ def test_hooks_of_the_optimizer_see_steps_with_means_alone() -> None:
 
 def test_ranks_differ_from_forward_to_the_end_of_backward_alone() -> None:
     def rank_main(comm):
-        model = mlp()
-        optimizer = make_eager(comm, model)
+        model, optimizer = wrap_eager(comm)
         train(model, optimizer, comm.rank, range(3))
         shared = [*values(model), *grads(model)]
         shared += [s["exp_avg"].clone() for s in optimizer.state.values()]
@@ -254,42 +248,34 @@ def test_ranks_differ_from_forward_to_the_end_of_backward_alone() -> None:
     assert equal(shared[:4], shared[12:16])
 
 
-def test_a_copy_of_the_model_and_a_replica_check_see_what_ranks_share() -> None:
-    def rank_main(comm):
-        model = mlp()
-        optimizer = make_eager(comm, model)
-        train(model, optimizer, comm.rank, range(3))
-        before = values(model)
-        model(batch(comm.rank, 3))
-        assert not equal(values(model), before)
-        assert equal(values(copy.deepcopy(model)), before)
-        model(batch(comm.rank, 3))
-        assert equal(optimizer.replicated_tensors(), before)
-        model(batch(comm.rank, 3))
-        optimizer.close()
-        return values(model), before
-
-    for after, before in run_ranks(rank_main, 2):
-        assert equal(after, before)
+@on_ranks(2)
+def test_a_copy_of_the_model_and_a_replica_check_see_what_ranks_share(comm) -> None:
+    model, optimizer = wrap_eager(comm)
+    train(model, optimizer, comm.rank, range(3))
+    before = values(model)
+    model(batch(comm.rank, 3))
+    assert not equal(values(model), before)
+    assert equal(values(copy.deepcopy(model)), before)
+    model(batch(comm.rank, 3))
+    assert equal(optimizer.replicated_tensors(), before)
+    model(batch(comm.rank, 3))
+    optimizer.close()
+    assert equal(values(model), before)
 
 
-def test_saving_changes_nothing() -> None:
-    def rank_main(comm):
-        results = []
-        for saves in (False, True):
-            model = mlp()
-            optimizer = make_eager(comm, model)
-            for step in range(5):
-                train(model, optimizer, comm.rank, [step])
-                if saves:
-                    model(batch(comm.rank, step))
-                    optimizer.state_dict()
-            optimizer.flush()
-            results.append(values(model))
-        return results
-
-    for plain, saved in run_ranks(rank_main, 2):
-        assert equal(plain, saved)
+@on_ranks(2)
+def test_saving_changes_nothing(comm) -> None:
+    results = []
+    for saves in (False, True):
+        model, optimizer = wrap_eager(comm)
+        for step in range(5):
+            train(model, optimizer, comm.rank, [step])
+            if saves:
+                model(batch(comm.rank, step))
+                optimizer.state_dict()
+        optimizer.flush()
+        results.append(values(model))
+    assert equal(*results)
 
 
 @pytest.mark.parametrize("is_training", [True, False])
@@ -320,31 +306,26 @@ def test_a_model_that_is_trained_in_eval_or_layer_by_layer(calls, is_training) -
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")
-def test_tracing_the_model_changes_nothing() -> None:
+@on_ranks(2)
+def test_tracing_the_model_changes_nothing(comm) -> None:
     """Without its check, which calls the model as training does."""
-
-    def rank_main(comm):
-        results = []
-        for is_traced in (False, True):
-            model = mlp()
-            optimizer = make_eager(comm, model)
-            train(model, optimizer, comm.rank, range(3))
-            if is_traced:
-                traced = torch.jit.trace(model, batch(comm.rank, 0), check_trace=False)
-                assert torch.equal(traced(batch(1, 1)), model.eval()(batch(1, 1)))
-                model.train()
-            train(model, optimizer, comm.rank, range(3, 6))
-            optimizer.flush()
-            results.append(values(model))
-        assert equal(*results)
-
-    run_ranks(rank_main, 2)
+    results = []
+    for is_traced in (False, True):
+        model, optimizer = wrap_eager(comm)
+        train(model, optimizer, comm.rank, range(3))
+        if is_traced:
+            traced = torch.jit.trace(model, batch(comm.rank, 0), check_trace=False)
+            assert torch.equal(traced(batch(1, 1)), model.eval()(batch(1, 1)))
+            model.train()
+        train(model, optimizer, comm.rank, range(3, 6))
+        optimizer.flush()
+        results.append(values(model))
+    assert equal(*results)
 
 
 def test_a_model_that_is_never_called_is_named_in_a_warning() -> None:
     def rank_main(comm):
-        model = mlp()
-        optimizer = make_eager(comm, model)
+        model, optimizer = wrap_eager(comm)
         for step in range(5):
             optimizer.zero_grad()
             hidden = batch(comm.rank, step) @ model[0].weight.T
@@ -397,20 +378,16 @@ def test_a_change_between_forward_and_backward_is_refused(dtype) -> None:
     assert equal(*run_ranks(rank_main, 2))
 
 
-def test_closing_keeps_what_the_script_has_loaded() -> None:
-    def rank_main(comm):
-        model = mlp()
-        optimizer = make_eager(comm, model)
-        train(model, optimizer, comm.rank, range(2))
-        shared = values(model)
-        model(batch(comm.rank, 2))
-        with torch.no_grad():
-            model[0].weight.fill_(0.5)
-        optimizer.close()
-        return [torch.full_like(shared[0], 0.5), *shared[1:]], values(model)
-
-    for expected, found in run_ranks(rank_main, 2):
-        assert equal(found, expected)
+@on_ranks(2)
+def test_closing_keeps_what_the_script_has_loaded(comm) -> None:
+    model, optimizer = wrap_eager(comm)
+    train(model, optimizer, comm.rank, range(2))
+    shared = values(model)
+    model(batch(comm.rank, 2))
+    with torch.no_grad():
+        model[0].weight.fill_(0.5)
+    optimizer.close()
+    assert equal(values(model), [torch.full_like(shared[0], 0.5), *shared[1:]])
 
 
 # ---- ranks without an own gradient ----
@@ -418,8 +395,7 @@ def test_closing_keeps_what_the_script_has_loaded() -> None:
 
 def test_ranks_that_leave_early() -> None:
     def rank_main(comm):
-        model = mlp()
-        optimizer = make_eager(comm, model)
+        model, optimizer = wrap_eager(comm)
         with optimizer.join():
             train(model, optimizer, comm.rank, range(6 - 2 * comm.rank))
         joined = values(model)
@@ -433,36 +409,19 @@ def test_ranks_that_leave_early() -> None:
         assert equal(after, other[1])
 
 
-def test_a_rank_whose_own_gradient_is_not_finite_takes_no_step_with_it() -> None:
-    def rank_main(comm):
-        model = mlp()
-        optimizer = make_eager(comm, model, on_nonfinite="ignore")
-        train(model, optimizer, comm.rank, range(2))
+@pytest.mark.parametrize("without", ["a finite gradient", "a weight"])
+@on_ranks(2)
+def test_a_rank_takes_no_step_without(comm, without: str) -> None:
+    model, optimizer = wrap_eager(comm, on_nonfinite="ignore")
+    for step in range(3):
         optimizer.zero_grad()
-        loss = loss_of(model, batch(comm.rank, 2))
-        (loss * (float("nan") if comm.rank == 1 else 1.0)).backward()
+        optimizer.set_weight(0.0 if comm.rank == 1 and without == "a weight" else 1.0)
+        loss = loss_of(model, batch(comm.rank, step))
+        is_bad = comm.rank == 1 and step == 2 and without == "a finite gradient"
+        (loss * (float("nan") if is_bad else 1.0)).backward()
         optimizer.step()
-        has_own = bool(optimizer.state_dict()["torchmn"]["ahead"])
-        optimizer.close()
-        return has_own
-
-    assert run_ranks(rank_main, 2) == [True, False]
-
-
-def test_a_rank_of_weight_zero_takes_no_step_with_its_gradient() -> None:
-    def rank_main(comm):
-        model = mlp()
-        optimizer = make_eager(comm, model)
-        for step in range(3):
-            optimizer.zero_grad()
-            optimizer.set_weight(1.0 if comm.rank == 0 else 0.0)
-            loss_of(model, batch(comm.rank, step)).backward()
-            optimizer.step()
-        has_own = bool(optimizer.state_dict()["torchmn"]["ahead"])
-        optimizer.flush()
-        return has_own
-
-    assert run_ranks(rank_main, 2) == [True, False]
+    assert bool(optimizer.state_dict()["torchmn"]["ahead"]) == (comm.rank == 0)
+    optimizer.close()
 
 
 def test_a_gradient_of_a_pass_that_raised_is_forgotten() -> None:

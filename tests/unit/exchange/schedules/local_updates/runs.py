@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from tests.unit.models import batch, local_grads, loss_of, mlp, values
+from tests.unit.models import batch, local_grads, mlp, set_grads, values
 from torchmn import create_multi_node_optimizer
 from torchmn.comm import Communicator
 from torchmn.exchange.optimizer import MultiNodeOptimizer
@@ -52,10 +52,7 @@ class Worker:
 
     def train(self, size: int) -> None:
         x = batch(self.rank, self.step, size)
-        for parameter, grad in zip(
-            self.model.parameters(), local_grads(self.model, x), strict=True
-        ):
-            parameter.grad = grad
+        set_grads(self.model, local_grads(self.model, x))
         self.inner.step()
         self.num_samples += size
         self.step += 1
@@ -102,16 +99,5 @@ def wrap(
     **options: object,
 ) -> tuple[nn.Module, MultiNodeOptimizer]:
     model = mlp()
-    optimizer = create_multi_node_optimizer(
-        make_inner(model), comm, model, schedule=schedule, **options
-    )
-    return model, optimizer
-
-
-def train(
-    model: nn.Module, optimizer: MultiNodeOptimizer, rank: int, step: int, size: int = 4
-) -> None:
-    """One step as users write it."""
-    optimizer.zero_grad()
-    loss_of(model, batch(rank, step, size)).backward()
-    optimizer.step()
+    inner = make_inner(model)
+    return model, create_multi_node_optimizer(inner, comm, model, schedule=schedule, **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -11,22 +12,19 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.limits import limit
-from tests.unit.exchange.schedules.local_updates.runs import (
-    adam,
-    momentum,
-    set_values,
-    sgd,
-    train,
-    wrap,
-)
+from tests.ranks import on_ranks
+from tests.unit.exchange.schedules.local_updates.runs import adam, momentum, set_values, sgd, wrap
 from tests.unit.models import (
     OfObject,
     batch,
     equal,
     local_grads,
     loss_of,
+    mean_grads,
     mlp,
     near,
+    set_grads,
+    train,
     values,
 )
 from torchmn import create_multi_node_optimizer, scatter_loader
@@ -67,8 +65,7 @@ def test_uneven_parts_of_a_loader_end_blocks_in_the_same_step(
 def test_a_codec_is_used_between_nodes_only() -> None:
     def rank_main(comm):
         model, optimizer = wrap(comm, Warmup(16, PeriodicAverage(16)), codec="float16")
-        for step in range(4):
-            train(model, optimizer, comm.rank, step)
+        train(model, optimizer, comm.rank, range(4))
         assert different_tensors(comm, [model]) == []
         names = [entry.name for entry in comm.flight_recorder.entries()]
         return names.count("scatter_float16")
@@ -77,21 +74,17 @@ def test_a_codec_is_used_between_nodes_only() -> None:
     assert counts == [3, 0, 3, 0]  # the first step was of the warm-up
 
 
-def test_missing_sample_counts_raise_an_error_with_the_cure() -> None:
-    def rank_main(comm):
-        model = OfObject()
-        optimizer = create_multi_node_optimizer(
-            sgd(model), comm, model, schedule=PeriodicAverage(8)
-        )
-        model(SimpleNamespace(x=batch(comm.rank, 0))).sum().backward()
-        with pytest.raises(UsageError, match=r"counts samples.*set_weight\(number_of_samples\)"):
-            optimizer.step()
-        optimizer.set_weight(4)
+@on_ranks(2)
+def test_missing_sample_counts_raise_an_error_with_the_cure(comm) -> None:
+    model = OfObject()
+    optimizer = create_multi_node_optimizer(sgd(model), comm, model, schedule=PeriodicAverage(8))
+    model(SimpleNamespace(x=batch(comm.rank, 0))).sum().backward()
+    with pytest.raises(UsageError, match=r"counts samples.*set_weight\(number_of_samples\)"):
         optimizer.step()
-        assert different_tensors(comm, [model]) == []
-        assert optimizer.schedule.num_samples == 8
-
-    run_ranks(rank_main, 2)
+    optimizer.set_weight(4)
+    optimizer.step()
+    assert different_tensors(comm, [model]) == []
+    assert optimizer.schedule.num_samples == 8
 
 
 # ---- overlap and fragments ----
@@ -105,7 +98,7 @@ def test_what_was_learned_meanwhile_belongs_to_the_next_block(k: int) -> None:
         model, optimizer = wrap(comm, PeriodicAverage(24, overlap_steps=k))
         seen = []
         for step in range(9):
-            train(model, optimizer, comm.rank, step)
+            train(model, optimizer, comm.rank, [step])
             seen.append(values(model))
         return seen
 
@@ -139,7 +132,7 @@ def test_steps_continue_while_the_exchange_is_pending() -> None:
         for step in range(7):  # the first exchange also compares where the ranks started
             if comm.rank == 1 and step == 4:
                 assert late.wait(limit(10))
-            train(model, optimizer, comm.rank, step, 4 if step == 0 else 1)
+            train(model, optimizer, comm.rank, [step], 4 if step == 0 else 1)
         if comm.rank == 0:
             late.set()
         optimizer.flush()
@@ -149,16 +142,13 @@ def test_steps_continue_while_the_exchange_is_pending() -> None:
 
 
 @pytest.mark.parametrize("k", [0, 1])
-def test_large_batches_end_several_fragments_in_one_step(k: int) -> None:
-    def rank_main(comm):
-        schedule = PeriodicAverage(8 * comm.size, num_fragments=4, overlap_steps=k)
-        model, optimizer = wrap(comm, schedule)
-        for step in range(5):
-            train(model, optimizer, comm.rank, step, 5 + 2 * comm.rank)
-        optimizer.flush()
-        assert different_tensors(comm, [model]) == []
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_large_batches_end_several_fragments_in_one_step(comm, k: int) -> None:
+    schedule = PeriodicAverage(8 * comm.size, num_fragments=4, overlap_steps=k)
+    model, optimizer = wrap(comm, schedule)
+    train(model, optimizer, comm.rank, range(5), 5 + 2 * comm.rank)
+    optimizer.flush()
+    assert different_tensors(comm, [model]) == []
 
 
 # ---- within the node ----
@@ -176,7 +166,7 @@ def test_every_step_within_the_node(nodes: list[int], k: int) -> None:
         model, optimizer = wrap(comm, schedule, momentum)
         history = []
         for step in range(6):
-            train(model, optimizer, comm.rank, step)
+            train(model, optimizer, comm.rank, [step])
             same_node = [
                 theirs
                 for rank, theirs in enumerate(comm.allgather_obj(values(model)))
@@ -196,10 +186,7 @@ def test_every_step_within_the_node(nodes: list[int], k: int) -> None:
     inners = [momentum(model) for model in models]
     for step in range(6):
         for node, (model, inner) in enumerate(zip(models, inners, strict=True)):
-            ranks = topology.nodes[node]
-            parts = [local_grads(model, batch(rank, step)) for rank in ranks]
-            for parameter, column in zip(model.parameters(), zip(*parts, strict=True), strict=True):
-                parameter.grad = sum(column) / len(ranks)
+            set_grads(model, mean_grads(model, topology.nodes[node], step))
             inner.step()
         if step % 3 == 2:
             mean = [
@@ -224,7 +211,7 @@ def test_uneven_loops_with_every_step_within_the_node(lengths: list[int], k: int
         for epoch in range(3):
             with optimizer.join():
                 for step in range(lengths[comm.rank]):
-                    train(model, optimizer, comm.rank, 10 * epoch + step)
+                    train(model, optimizer, comm.rank, [10 * epoch + step])
             assert different_tensors(comm, [model]) == []
         assert schedule.num_samples == 3 * 4 * sum(lengths)
         assert list(optimizer.nonfinite) == []
@@ -240,8 +227,7 @@ def test_loops_within_the_node_are_weighted_by_samples() -> None:
     def rank_main(comm):
         model, optimizer = wrap(comm, PeriodicAverage(1000, intra_node="every_step"))
         with optimizer.join():
-            for step in range([1, 3, 3][comm.rank]):
-                train(model, optimizer, comm.rank, step)
+            train(model, optimizer, comm.rank, range([1, 3, 3][comm.rank]))
         optimizer.close()
         return values(model)
 
@@ -249,8 +235,7 @@ def test_loops_within_the_node_are_weighted_by_samples() -> None:
     for step in range(3):
         here = [0, 1] if step == 0 else [1]
         for model, ranks in zip(models, (here, [2]), strict=True):
-            parts = [local_grads(model, batch(rank, step)) for rank in ranks]
-            mean = [sum(column) / len(ranks) for column in zip(*parts, strict=True)]
+            mean = mean_grads(model, ranks, step)
             set_values(model, [p - 0.1 * g for p, g in zip(values(model), mean, strict=True)])
     expected = [
         (16 * a + 12 * b) / 28 for a, b in zip(*(values(model) for model in models), strict=True)
@@ -262,85 +247,74 @@ def test_loops_within_the_node_are_weighted_by_samples() -> None:
 # ---- state ----
 
 
-def test_incompatible_states_are_rejected() -> None:
-    def rank_main(comm):
-        _, optimizer = wrap(comm, PeriodicAverage(16))
-        _, in_parts = wrap(comm, PeriodicAverage(16, num_fragments=2))
-        model, _ = wrap(comm, PeriodicAverage(16))
-        train(model, create_multi_node_optimizer(sgd(model), comm, model), comm.rank, 0)
-        with pytest.raises(UsageError, match="num_fragments=2, and here it is 1"):
-            optimizer.load_state_dict(in_parts.state_dict())
-        plain = mlp()
-        each = create_multi_node_optimizer(sgd(plain), comm, plain)
-        with pytest.raises(UsageError, match="saved with schedule 'periodic_average'"):
-            each.load_state_dict(optimizer.state_dict())
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_incompatible_states_are_rejected(comm) -> None:
+    _, optimizer = wrap(comm, PeriodicAverage(16))
+    _, in_parts = wrap(comm, PeriodicAverage(16, num_fragments=2))
+    model, _ = wrap(comm, PeriodicAverage(16))
+    train(model, create_multi_node_optimizer(sgd(model), comm, model), comm.rank, [0])
+    with pytest.raises(UsageError, match="num_fragments=2, and here it is 1"):
+        optimizer.load_state_dict(in_parts.state_dict())
+    plain = mlp()
+    each = create_multi_node_optimizer(sgd(plain), comm, plain)
+    with pytest.raises(UsageError, match="saved with schedule 'periodic_average'"):
+        each.load_state_dict(optimizer.state_dict())
 
 
-def test_a_plain_state_starts_from_scratch() -> None:
-    def rank_main(comm):
-        schedule = Warmup(8, BlockMomentum(16))
-        model, optimizer = wrap(comm, schedule)
-        for step in range(4):
-            train(model, optimizer, comm.rank, step)
-        optimizer.flush()
-        optimizer.load_state_dict(sgd(mlp()).state_dict())
-        assert (schedule.traits.replica_consistency, schedule.num_samples) == ("per_step", 0)
-        assert schedule.schedule.num_samples == 0
-        train(model, optimizer, comm.rank, 5)
-        assert schedule.num_samples == 8
-        assert different_tensors(comm, [model]) == []
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_a_plain_state_starts_from_scratch(comm) -> None:
+    schedule = Warmup(8, BlockMomentum(16))
+    model, optimizer = wrap(comm, schedule)
+    train(model, optimizer, comm.rank, range(4))
+    optimizer.flush()
+    optimizer.load_state_dict(sgd(mlp()).state_dict())
+    assert (schedule.traits.replica_consistency, schedule.num_samples) == ("per_step", 0)
+    assert schedule.schedule.num_samples == 0
+    train(model, optimizer, comm.rank, [5])
+    assert schedule.num_samples == 8
+    assert different_tensors(comm, [model]) == []
 
 
-def test_steps_whose_samples_are_no_longer_counted_are_refused() -> None:
+@on_ranks(2)
+def test_steps_whose_samples_are_no_longer_counted_are_refused(comm) -> None:
     """Without samples no block would end, and ranks would train alone to the end of the run."""
-
-    def rank_main(comm):
-        model, optimizer = wrap(comm, PeriodicAverage(16))
-        for step in range(2):
-            train(model, optimizer, comm.rank, step)
-            for _ in range(5):  # more steps with one gradient
-                optimizer.step()
-        model.eval()  # as in fine-tuning with the statistics of batch normalization
-        for step in range(2, 6):
-            train(model, optimizer, comm.rank, step)
-        with pytest.raises(UsageError, match=r"no tensor with a batch dimension in 10 steps"):
-            train(model, optimizer, comm.rank, 6)
-        for step in range(20, 40):
-            optimizer.set_weight(4)
-            train(model, optimizer, comm.rank, step)
-
-    run_ranks(rank_main, 2)
+    model, optimizer = wrap(comm, PeriodicAverage(16))
+    for step in range(2):
+        train(model, optimizer, comm.rank, [step])
+        for _ in range(5):  # more steps with one gradient
+            optimizer.step()
+    model.eval()  # as in fine-tuning with the statistics of batch normalization
+    train(model, optimizer, comm.rank, range(2, 6))
+    with pytest.raises(UsageError, match=r"no tensor with a batch dimension in 10 steps"):
+        train(model, optimizer, comm.rank, [6])
+    for step in range(20, 40):
+        optimizer.set_weight(4)
+        train(model, optimizer, comm.rank, [step])
 
 
 # ---- what is not finite ----
 
 
 @pytest.mark.parametrize("make", ["Adam", "AdamW", "NAdam", "Adagrad", "RMSprop", "Adadelta"])
-def test_blocks_after_one_that_was_discarded_are_finite(make: str) -> None:
-    def rank_main(comm):
-        def inner(model):
-            options = {"foreach": False} if make == "Adam" else {}
-            return getattr(torch.optim, make)(model.parameters(), 0.01, **options)
+@on_ranks(2)
+def test_blocks_after_one_that_was_discarded_are_finite(comm, make: str) -> None:
+    def inner(model):
+        options = {"foreach": False} if make == "Adam" else {}
+        return getattr(torch.optim, make)(model.parameters(), 0.01, **options)
 
-        model, optimizer = wrap(comm, PeriodicAverage(16), inner, on_nonfinite="ignore")
-        for step in range(8):
-            optimizer.zero_grad()
-            loss_of(model, batch(comm.rank, step)).backward()
-            if comm.rank == 1 and step == 3:
-                model[2].bias.grad[0] = float("nan")
-            optimizer.step()
-            if step == 3:
-                kept = values(model)
-        assert len(optimizer.nonfinite) == 1
-        assert different_tensors(comm, [model]) == []
-        largest = max((a - b).abs().max() for a, b in zip(values(model), kept, strict=True))
-        assert 0 < largest < 0.2  # RMSprop begins with large steps
-
-    run_ranks(rank_main, 2)
+    model, optimizer = wrap(comm, PeriodicAverage(16), inner, on_nonfinite="ignore")
+    for step in range(8):
+        optimizer.zero_grad()
+        loss_of(model, batch(comm.rank, step)).backward()
+        if comm.rank == 1 and step == 3:
+            model[2].bias.grad[0] = float("nan")
+        optimizer.step()
+        if step == 3:
+            kept = values(model)
+    assert len(optimizer.nonfinite) == 1
+    assert different_tensors(comm, [model]) == []
+    largest = max((a - b).abs().max() for a, b in zip(values(model), kept, strict=True))
+    assert 0 < largest < 0.2  # RMSprop begins with large steps
 
 
 def test_one_may_be_warned_instead() -> None:
@@ -356,159 +330,108 @@ def test_one_may_be_warned_instead() -> None:
         run_ranks(rank_main, 1)
 
 
-def test_a_pending_block_that_is_not_finite_stays_so_in_the_state() -> None:
-    def rank_main(comm):
-        model, optimizer = wrap(comm, PeriodicAverage(8, overlap_steps=2), on_nonfinite="ignore")
-        start = values(model)
-        loss_of(model, batch(comm.rank, 0)).backward()
-        model[0].weight.grad.mul_(float("nan") if comm.rank else 1.0)
-        optimizer.step()
-        state = optimizer.state_dict()
-        _, resumed = wrap(comm, PeriodicAverage(8, overlap_steps=2), on_nonfinite="ignore")
-        again = mlp()
-        resumed = create_multi_node_optimizer(
-            sgd(again), comm, again, schedule=PeriodicAverage(8, overlap_steps=2)
-        )
-        resumed.load_state_dict(state)
-        with pytest.raises(NonFiniteGradientError, match="rank 1: 0.weight"):
-            resumed.flush()
-        assert equal(values(again), start)
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_a_pending_block_that_is_not_finite_stays_so_in_the_state(comm) -> None:
+    model, optimizer = wrap(comm, PeriodicAverage(8, overlap_steps=2), on_nonfinite="ignore")
+    start = values(model)
+    loss_of(model, batch(comm.rank, 0)).backward()
+    model[0].weight.grad.mul_(float("nan") if comm.rank else 1.0)
+    optimizer.step()
+    state = optimizer.state_dict()
+    _, resumed = wrap(comm, PeriodicAverage(8, overlap_steps=2), on_nonfinite="ignore")
+    again = mlp()
+    resumed = create_multi_node_optimizer(
+        sgd(again), comm, again, schedule=PeriodicAverage(8, overlap_steps=2)
+    )
+    resumed.load_state_dict(state)
+    with pytest.raises(NonFiniteGradientError, match="rank 1: 0.weight"):
+        resumed.flush()
+    assert equal(values(again), start)
 
 
 # ---- what users do around it ----
 
 
-def test_a_grad_scaler_decides_for_its_rank() -> None:
+def scaled_steps(comm, model, optimizer, overflows: Callable[[int], bool]) -> float:
+    """Four steps with a GradScaler, which leaves out those that overflow; its scale."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(4):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, batch(comm.rank, step))).backward()
+        if overflows(step):
+            model[0].weight.grad[0, 0] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+    return scaler.get_scale()
+
+
+@on_ranks(2)
+def test_a_grad_scaler_decides_for_its_rank(comm) -> None:
     """Rank 1 leaves out its second step; the block ends with its third."""
-
-    def rank_main(comm):
-        model, optimizer = wrap(comm, PeriodicAverage(16))
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        for step in range(4):
-            optimizer.zero_grad()
-            scaler.scale(loss_of(model, batch(comm.rank, step))).backward()
-            if comm.rank == 1 and step == 1:
-                model[0].weight.grad[0, 0] = float("inf")
-            scaler.step(optimizer)
-            scaler.update()
-        assert optimizer.nonfinite == []
-        optimizer.flush()
-        assert different_tensors(comm, [model]) == []
-        return scaler.get_scale()
-
-    assert run_ranks(rank_main, 2) == [8.0, 4.0]
+    model, optimizer = wrap(comm, PeriodicAverage(16))
+    scale = scaled_steps(comm, model, optimizer, lambda step: comm.rank == 1 and step == 1)
+    assert scale == [8.0, 4.0][comm.rank]
+    assert optimizer.nonfinite == []
+    optimizer.flush()
+    assert different_tensors(comm, [model]) == []
 
 
-def test_a_scaler_that_skips_the_last_step_of_the_warmup() -> None:
-    def rank_main(comm):
-        model, optimizer = wrap(comm, Warmup(16, PeriodicAverage(16)), on_nonfinite="ignore")
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        for step in range(4):
-            optimizer.zero_grad()
-            scaler.scale(loss_of(model, batch(comm.rank, step))).backward()
-            if step == 1:
-                model[0].weight.grad[0, 0] = float("inf")
-            scaler.step(optimizer)
-            scaler.update()
-        assert different_tensors(comm, [model]) == []
-        assert optimizer.schedule.is_over
-        assert optimizer.schedule.schedule.num_samples == 16
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_a_scaler_that_skips_the_last_step_of_the_warmup(comm) -> None:
+    model, optimizer = wrap(comm, Warmup(16, PeriodicAverage(16)), on_nonfinite="ignore")
+    scaled_steps(comm, model, optimizer, lambda step: step == 1)
+    assert different_tensors(comm, [model]) == []
+    assert optimizer.schedule.is_over
+    assert optimizer.schedule.schedule.num_samples == 16
 
 
-def test_parameters_may_come_later() -> None:
+@on_ranks(2)
+def test_parameters_may_come_later(comm) -> None:
     """The partial block ends, momenta of the others stay."""
-
-    def rank_main(comm):
-        model = mlp()
-        inner = torch.optim.SGD(model[2].parameters(), 0.1)
-        schedule = DiLoCo(16)
-        optimizer = create_multi_node_optimizer(inner, comm, model, schedule=schedule)
-        for step in range(3):
-            train(model, optimizer, comm.rank, step)
-        state = {a: dict(s) for a, s in schedule.outer.state.items()}
-        optimizer.add_param_group({"params": list(model[0].parameters())})
-        assert different_tensors(comm, [model]) == []
-        assert len(schedule.anchors) == 4
-        assert state
-        assert all(schedule.outer.state[a]["momentum_buffer"] is not None for a in state)
-        before = values(model[0])
-        for step in range(2):
-            train(model, optimizer, comm.rank, step)
-        assert different_tensors(comm, [model]) == []
-        assert not equal(values(model[0]), before)
-
-    run_ranks(rank_main, 2)
+    model = mlp()
+    inner = torch.optim.SGD(model[2].parameters(), 0.1)
+    schedule = DiLoCo(16)
+    optimizer = create_multi_node_optimizer(inner, comm, model, schedule=schedule)
+    train(model, optimizer, comm.rank, range(3))
+    state = {a: dict(s) for a, s in schedule.outer.state.items()}
+    optimizer.add_param_group({"params": list(model[0].parameters())})
+    assert different_tensors(comm, [model]) == []
+    assert len(schedule.anchors) == 4
+    assert state
+    assert all(schedule.outer.state[a]["momentum_buffer"] is not None for a in state)
+    before = values(model[0])
+    train(model, optimizer, comm.rank, range(2))
+    assert different_tensors(comm, [model]) == []
+    assert not equal(values(model[0]), before)
 
 
-def test_buffers_stay_the_ranks_own() -> None:
-    def rank_main(comm):
-        model = nn.Sequential(mlp(), nn.BatchNorm1d(3, dtype=torch.float64))
-        optimizer = create_multi_node_optimizer(
-            sgd(model), comm, model, schedule=PeriodicAverage(8)
-        )
-        train(model, optimizer, comm.rank, 0)
-        assert different_tensors(comm, [model]) == ["1.running_mean", "1.running_var"]
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_buffers_stay_the_ranks_own(comm) -> None:
+    model = nn.Sequential(mlp(), nn.BatchNorm1d(3, dtype=torch.float64))
+    optimizer = create_multi_node_optimizer(sgd(model), comm, model, schedule=PeriodicAverage(8))
+    train(model, optimizer, comm.rank, [0])
+    assert different_tensors(comm, [model]) == ["1.running_mean", "1.running_var"]
 
 
-def test_frozen_parameters_are_exchanged_too() -> None:
-    """They may become trainable later without any call."""
-
-    def rank_main(comm):
-        model = mlp()
-        model[0].requires_grad_(False)
-        optimizer = create_multi_node_optimizer(
-            momentum(model), comm, model, schedule=PeriodicAverage(16)
-        )
-        frozen = values(model[0])
-        for step in range(2):
-            train(model, optimizer, comm.rank, step)
-        assert equal(values(model[0]), frozen)
-        model[0].requires_grad_(True)
-        for step in range(2):
-            train(model, optimizer, comm.rank, step)
-        assert not equal(values(model[0]), frozen)
-        assert different_tensors(comm, [model]) == []
-
-    run_ranks(rank_main, 2)
+ODD: dict[str, list[torch.Tensor]] = {
+    "channels_last": [torch.ones(2, 3, 3, 3).to(memory_format=torch.channels_last)],
+    "complex": [torch.ones(3, 2, dtype=torch.complex64)],
+    "mixed": [torch.ones(3, dtype=torch.float16), torch.ones(2, 2)],
+    "scalar_and_empty": [torch.ones(()), torch.ones(0, 3), torch.ones(5)],
+}
 
 
-@pytest.mark.parametrize("layout", ["channels_last", "complex", "mixed", "scalar_and_empty"])
-def test_odd_parameters(layout: str) -> None:
-    shapes = {
-        "channels_last": [(2, 3, 3, 3)],
-        "complex": [(3, 2)],
-        "mixed": [(3,), (2, 2)],
-        "scalar_and_empty": [(), (0, 3), (5,)],
-    }[layout]
-
-    def rank_main(comm):
-        parameters = [nn.Parameter(torch.ones(shape)) for shape in shapes]
-        if layout == "channels_last":
-            parameters = [
-                nn.Parameter(p.detach().to(memory_format=torch.channels_last)) for p in parameters
-            ]
-        if layout == "complex":
-            parameters = [nn.Parameter(p.detach().to(torch.complex64)) for p in parameters]
-        if layout == "mixed":
-            parameters[0] = nn.Parameter(torch.ones(3, dtype=torch.float16))
-        model = nn.ParameterList(parameters)
-        optimizer = create_multi_node_optimizer(
-            sgd(model), comm, model, schedule=DiLoCo(2, outer=lambda p: torch.optim.SGD(p, 1.0))
-        )
-        optimizer.set_weight(1)
-        sum((p * (comm.rank + 1)).abs().sum().float() for p in parameters).backward()
-        optimizer.step()
-        for p in parameters:
-            expected = torch.full_like(p, 1 - 0.1 * 1.5)
-            assert torch.allclose(p, expected, rtol=1e-3), p
-
-    run_ranks(rank_main, 2)
+@pytest.mark.parametrize("layout", ODD)
+@on_ranks(2)
+def test_odd_parameters(comm, layout: str) -> None:
+    model = nn.ParameterList([nn.Parameter(tensor.clone()) for tensor in ODD[layout]])
+    schedule = DiLoCo(2, outer=lambda parameters: torch.optim.SGD(parameters, 1.0))
+    optimizer = create_multi_node_optimizer(sgd(model), comm, model, schedule=schedule)
+    optimizer.set_weight(1)
+    sum((p * (comm.rank + 1)).abs().sum().float() for p in model).backward()
+    optimizer.step()
+    for p in model:
+        assert torch.allclose(p, torch.full_like(p, 1 - 0.1 * 1.5), rtol=1e-3), p
 
 
 # ---- options ----
@@ -530,20 +453,16 @@ def test_invalid_values(make: type, options: dict, text: str) -> None:
         make(**options)
 
 
-def test_invalid_values_for_this_world() -> None:
-    def rank_main(comm):
-        with pytest.raises(UsageError, match="less than one for each of the 2 workers"):
-            wrap(comm, PeriodicAverage(1))
-        with pytest.raises(UsageError, match="num_fragments=5, but 4 parameters are trained"):
-            wrap(comm, PeriodicAverage(8, num_fragments=5))
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_invalid_values_for_this_world(comm) -> None:
+    with pytest.raises(UsageError, match="less than one for each of the 2 workers"):
+        wrap(comm, PeriodicAverage(1))
+    with pytest.raises(UsageError, match="num_fragments=5, but 4 parameters are trained"):
+        wrap(comm, PeriodicAverage(8, num_fragments=5))
 
 
-def test_two_exchanges_at_a_time_are_rejected_over_mpi() -> None:
-    def rank_main(comm):
-        comm.world.transport.is_concurrent = False  # as MPI
-        with pytest.raises(UnsupportedError, match="one thread at a time. Use overlap_steps=0"):
-            wrap(comm, PeriodicAverage(8, intra_node="every_step", overlap_steps=1))
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_two_exchanges_at_a_time_are_rejected_over_mpi(comm) -> None:
+    comm.world.transport.is_concurrent = False  # as MPI
+    with pytest.raises(UnsupportedError, match="one thread at a time. Use overlap_steps=0"):
+        wrap(comm, PeriodicAverage(8, intra_node="every_step", overlap_steps=1))

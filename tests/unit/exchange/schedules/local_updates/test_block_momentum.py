@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.ranks import on_ranks
 from tests.unit.exchange.schedules.local_updates.runs import (
     Worker,
     adam,
     momentum,
     sgd,
     simulate,
-    train,
     wrap,
 )
-from tests.unit.models import equal, near, values
+from tests.unit.models import equal, near, train, values
 from torchmn.cluster import Topology
 from torchmn.errors import UsageError
 from torchmn.exchange.schedules import BlockMomentum
@@ -65,8 +65,7 @@ def test_equals_cntk(
     def rank_main(comm):
         schedule = BlockMomentum(block_size, constant, nesterov, resets, blr)
         model, optimizer = wrap(comm, schedule, momentum)
-        for step in range(8):
-            train(model, optimizer, comm.rank, step)
+        train(model, optimizer, comm.rank, range(8))
         return values(model)
 
     expected = simulate(
@@ -86,8 +85,7 @@ def test_the_exponent_is_of_the_samples_of_all() -> None:
 
     def rank_main(comm):
         model, optimizer = wrap(comm, BlockMomentum(16), sgd)
-        for step in range(6):
-            train(model, optimizer, comm.rank, step, sizes[comm.rank][0])
+        train(model, optimizer, comm.rank, range(6), sizes[comm.rank][0])
         return values(model)
 
     expected = simulate(2, [sizes] * 3, Cntk(2, 16, None, True, 1.0))[-1]
@@ -96,48 +94,40 @@ def test_the_exponent_is_of_the_samples_of_all() -> None:
     assert near(results[0], expected)
 
 
-def test_an_empty_block_is_skipped() -> None:
+@on_ranks(2)
+def test_an_empty_block_is_skipped(comm) -> None:
     """CNTK's exponent of no samples was a momentum of one: a step by twice the last."""
-
-    def rank_main(comm):
-        model, optimizer = wrap(comm, BlockMomentum(8))
-        for step in range(4):
-            train(model, optimizer, comm.rank, step)
-        before, state = values(model), optimizer.schedule.state_dict()["outer"]
-        for _ in range(3):
-            optimizer.flush()
-        assert equal(values(model), before)
-        after = optimizer.schedule.state_dict()["outer"]
-        assert equal(list(after.values()), list(state.values()))
-
-    run_ranks(rank_main, 2)
+    model, optimizer = wrap(comm, BlockMomentum(8))
+    train(model, optimizer, comm.rank, range(4))
+    before, state = values(model), optimizer.schedule.state_dict()["outer"]
+    for _ in range(3):
+        optimizer.flush()
+    assert equal(values(model), before)
+    after = optimizer.schedule.state_dict()["outer"]
+    assert equal(list(after.values()), list(state.values()))
 
 
 @pytest.mark.parametrize(("inner", "name"), [(momentum, "momentum_buffer"), (adam, "exp_avg")])
 @pytest.mark.parametrize("resets", [True, False])
-def test_first_moments_are_reset(inner, name: str, resets: bool) -> None:
-    def rank_main(comm):
-        schedule = BlockMomentum(8, reset_sgd_momentum_after_aggregation=resets)
-        model, optimizer = wrap(comm, schedule, inner)
-        train(model, optimizer, comm.rank, 0)
-        for parameter in model.parameters():
-            state = optimizer.state[parameter]
-            assert bool(state[name].any()) is not resets
-            if name == "exp_avg":
-                assert state["exp_avg_sq"].any()
-                assert state["step"] == 1
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_first_moments_are_reset(comm, inner, name: str, resets: bool) -> None:
+    schedule = BlockMomentum(8, reset_sgd_momentum_after_aggregation=resets)
+    model, optimizer = wrap(comm, schedule, inner)
+    train(model, optimizer, comm.rank, [0])
+    for parameter in model.parameters():
+        state = optimizer.state[parameter]
+        assert bool(state[name].any()) is not resets
+        if name == "exp_avg":
+            assert state["exp_avg_sq"].any()
+            assert state["step"] == 1
 
 
-def test_a_worker_is_a_node_if_nodes_train_as_one() -> None:
-    def rank_main(comm):
-        schedule = BlockMomentum(12, intra_node="every_step")
-        _, optimizer = wrap(comm, schedule)
-        assert schedule.block_momentum(12) == pytest.approx(1 - 1 / 2)
-        optimizer.close()
-
-    run_ranks(rank_main, 3, topology=Topology.blocks([2, 1]))
+@on_ranks(3, topology=Topology.blocks([2, 1]))
+def test_a_worker_is_a_node_if_nodes_train_as_one(comm) -> None:
+    schedule = BlockMomentum(12, intra_node="every_step")
+    _, optimizer = wrap(comm, schedule)
+    assert schedule.block_momentum(12) == pytest.approx(1 - 1 / 2)
+    optimizer.close()
 
 
 @pytest.mark.parametrize("constant", [-1, float("nan"), float("inf")])

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.unit.exchange.schedules.local_updates.runs import adam, simulate, train, wrap
-from tests.unit.models import near, values
+from tests.ranks import on_ranks
+from tests.unit.exchange.schedules.local_updates.runs import adam, simulate, wrap
+from tests.unit.models import near, train, values
 from torchmn.errors import UsageError
 from torchmn.exchange.schedules import DiLoCo
 from torchmn.testing import run_ranks
@@ -26,8 +27,7 @@ def test_the_mean_pseudo_gradient_is_the_outer_gradient(size: int, outer: str) -
     def rank_main(comm):
         schedule = DiLoCo(8 * size, outer=make) if make else DiLoCo(8 * size)
         model, optimizer = wrap(comm, schedule, adam)
-        for step in range(8):
-            train(model, optimizer, comm.rank, step)
+        train(model, optimizer, comm.rank, range(8))
         return values(model)
 
     anchors = None
@@ -52,18 +52,15 @@ def sgd_of_the_paper(parameters):
     return torch.optim.SGD(parameters, 0.7, momentum=0.9, nesterov=True)
 
 
-def test_a_schedule_of_the_outer_learning_rate_is_saved() -> None:
-    def rank_main(comm):
-        model, optimizer = wrap(comm, DiLoCo(8))
-        rates = torch.optim.lr_scheduler.StepLR(optimizer.schedule.outer, 1, 0.5)
-        for step in range(2):
-            train(model, optimizer, comm.rank, step)
-        rates.step()
-        _, again = wrap(comm, DiLoCo(8))
-        again.load_state_dict(optimizer.state_dict())
-        assert again.schedule.outer.param_groups[0]["lr"] == 0.35
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_a_schedule_of_the_outer_learning_rate_is_saved(comm) -> None:
+    model, optimizer = wrap(comm, DiLoCo(8))
+    rates = torch.optim.lr_scheduler.StepLR(optimizer.schedule.outer, 1, 0.5)
+    train(model, optimizer, comm.rank, range(2))
+    rates.step()
+    _, again = wrap(comm, DiLoCo(8))
+    again.load_state_dict(optimizer.state_dict())
+    assert again.schedule.outer.param_groups[0]["lr"] == 0.35
 
 
 def test_other_parameter_groups_are_rejected() -> None:

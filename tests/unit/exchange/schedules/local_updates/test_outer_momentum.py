@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.unit.exchange.schedules.local_updates.runs import set_values, train, wrap
-from tests.unit.models import batch, local_grads, mlp, near, values
+from tests.ranks import on_ranks
+from tests.unit.exchange.schedules.local_updates.runs import set_values, wrap
+from tests.unit.models import batch, equal, local_grads, mlp, near, train, values
 from torchmn.exchange.replicas import different_tensors
 from torchmn.exchange.schedules import BlockMomentum, DiLoCo, PeriodicAverage
 from torchmn.testing import run_ranks
@@ -27,7 +28,7 @@ def test_against_a_simulation_step_by_step(k: int) -> None:
         model, optimizer = wrap(comm, schedule)
         seen = []
         for step in range(12):
-            train(model, optimizer, comm.rank, step)
+            train(model, optimizer, comm.rank, [step])
             seen.append(values(model))
         return seen
 
@@ -73,27 +74,24 @@ def test_against_a_simulation_step_by_step(k: int) -> None:
     ],
     ids=["nesterov", "block momentum", "adam"],
 )
-def test_anchors_move_by_means_alone(make) -> None:
+@on_ranks(2)
+def test_anchors_move_by_means_alone(comm, make) -> None:
     """The first block is the same with and without; later ones learn from other places."""
-
-    def rank_main(comm):
-        anchors = []
-        for eager in (False, True):
-            schedule = make(eager)
-            model, optimizer = wrap(comm, schedule)
-            seen = []
-            for step in range(10):
-                train(model, optimizer, comm.rank, step)
-                seen.append([a.clone() for a in schedule.anchors.values()])
-            optimizer.flush()
-            assert different_tensors(comm, [model]) == []
-            anchors.append(seen)
-            optimizer.close()
-        return anchors
-
-    for late, eager in run_ranks(rank_main, 2):
-        assert near(late[3], eager[3])
-        assert not near(late[9], eager[9])
+    anchors = []
+    for eager in (False, True):
+        schedule = make(eager)
+        model, optimizer = wrap(comm, schedule)
+        seen = []
+        for step in range(10):
+            train(model, optimizer, comm.rank, [step])
+            seen.append([a.clone() for a in schedule.anchors.values()])
+        optimizer.flush()
+        assert different_tensors(comm, [model]) == []
+        anchors.append(seen)
+        optimizer.close()
+    late, eager = anchors
+    assert near(late[3], eager[3])
+    assert not near(late[9], eager[9])
 
 
 class Counting(torch.optim.SGD):
@@ -114,70 +112,58 @@ class Counting(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_an_outer_optimizer_knows_nothing_of_it() -> None:
+@on_ranks(2)
+def test_an_outer_optimizer_knows_nothing_of_it(comm) -> None:
     """Neither its counts nor its hooks nor a learning rate scheduler."""
-
-    def rank_main(comm):
-        counts = []
-        for eager in (False, True):
-            schedule = DiLoCo(
-                16,
-                overlap_steps=1,
-                eager=eager,
-                outer=lambda anchors: Counting(anchors, 0.7, momentum=0.8),
-            )
-            model, optimizer = wrap(comm, schedule)
-            calls = []
-            schedule.outer.register_step_post_hook(lambda *_, calls=calls: calls.append(1))
-            for step in range(9):
-                train(model, optimizer, comm.rank, step)
-            optimizer.flush()
-            state = schedule.outer.state_dict()
-            numbers = [(each["number"], each["python number"]) for each in state["state"].values()]
-            group = state["param_groups"][0]
-            calls.append(schedule.outer.num_steps)
-            counts.append((len(calls), calls[-1], group["count"], group["lr"], numbers))
-            optimizer.close()
-        return counts
-
-    for late, eager in run_ranks(rank_main, 2):
-        assert late == eager
+    counts = []
+    for eager in (False, True):
+        schedule = DiLoCo(
+            16,
+            overlap_steps=1,
+            eager=eager,
+            outer=lambda anchors: Counting(anchors, 0.7, momentum=0.8),
+        )
+        model, optimizer = wrap(comm, schedule)
+        calls = []
+        schedule.outer.register_step_post_hook(lambda *_, calls=calls: calls.append(1))
+        train(model, optimizer, comm.rank, range(9))
+        optimizer.flush()
+        state = schedule.outer.state_dict()
+        numbers = [(each["number"], each["python number"]) for each in state["state"].values()]
+        group = state["param_groups"][0]
+        calls.append(schedule.outer.num_steps)
+        counts.append((len(calls), calls[-1], group["count"], group["lr"], numbers))
+        optimizer.close()
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize("options", [{"overlap_steps": 0, "outer": nesterov}, {"outer": None}])
-def test_nothing_changes_without_overlap_or_momentum(options) -> None:
-    def rank_main(comm):
-        results = []
-        for eager in (False, True):
-            schedule = (
-                DiLoCo(16, eager=eager, **options)
-                if options["outer"]
-                else PeriodicAverage(16, overlap_steps=1, eager=eager)
-            )
-            model, optimizer = wrap(comm, schedule)
-            for step in range(9):
-                train(model, optimizer, comm.rank, step)
-            results.append(values(model))
-            optimizer.close()
-        return results
-
-    for plain, eager in run_ranks(rank_main, 2):
-        assert all(torch.equal(a, b) for a, b in zip(plain, eager, strict=True))
+@on_ranks(2)
+def test_nothing_changes_without_overlap_or_momentum(comm, options) -> None:
+    results = []
+    for eager in (False, True):
+        schedule = (
+            DiLoCo(16, eager=eager, **options)
+            if options["outer"]
+            else PeriodicAverage(16, overlap_steps=1, eager=eager)
+        )
+        model, optimizer = wrap(comm, schedule)
+        train(model, optimizer, comm.rank, range(9))
+        results.append(values(model))
+        optimizer.close()
+    assert equal(*results)
 
 
-def test_a_block_that_is_not_finite_returns_to_its_beginning() -> None:
-    def rank_main(comm):
-        schedule = DiLoCo(16, outer=nesterov, overlap_steps=1, eager=True)
-        model, optimizer = wrap(comm, schedule, on_nonfinite="ignore")
-        for step in range(7):
-            train(model, optimizer, comm.rank, step)
-        anchors = [a.clone() for a in schedule.anchors.values()]
-        if comm.rank == 1:
-            with torch.no_grad():
-                next(model.parameters()).fill_(float("nan"))
-        train(model, optimizer, comm.rank, 7)
-        train(model, optimizer, comm.rank, 8)
-        assert all(torch.isfinite(value).all() for value in values(model))
-        assert near(anchors, [a.clone() for a in schedule.anchors.values()])
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_a_block_that_is_not_finite_returns_to_its_beginning(comm) -> None:
+    schedule = DiLoCo(16, outer=nesterov, overlap_steps=1, eager=True)
+    model, optimizer = wrap(comm, schedule, on_nonfinite="ignore")
+    train(model, optimizer, comm.rank, range(7))
+    anchors = [a.clone() for a in schedule.anchors.values()]
+    if comm.rank == 1:
+        with torch.no_grad():
+            next(model.parameters()).fill_(float("nan"))
+    train(model, optimizer, comm.rank, [7])
+    train(model, optimizer, comm.rank, [8])
+    assert all(torch.isfinite(value).all() for value in values(model))
+    assert near(anchors, [a.clone() for a in schedule.anchors.values()])

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.unit.exchange.schedules.local_updates.runs import train, wrap
-from tests.unit.models import equal, values
+from tests.ranks import on_ranks
+from tests.unit.exchange.schedules.local_updates.runs import wrap
+from tests.unit.models import equal, train, values
 from torchmn.cluster import Topology
 from torchmn.comm import Communicator
 from torchmn.errors import RankMismatchError, UsageError
@@ -39,18 +40,16 @@ def test_flush_keeps_a_state_that_all_ranks_have_loaded(
 
     def rank_main(comm: Communicator) -> tuple[list[Tensor], ...]:
         model, optimizer = wrap(comm, make(64, **options))
-        for step in range(3):
-            train(model, optimizer, comm.rank, step)
+        train(model, optimizer, comm.rank, range(3))
         optimizer.flush()
         best = values(model)
-        for step in range(5):
-            train(model, optimizer, comm.rank, step)
+        train(model, optimizer, comm.rank, range(5))
         optimizer.flush()
         load(model, best)
         optimizer.flush()
         assert different_tensors(comm, [model]) == []
         loaded = values(model)
-        train(model, optimizer, comm.rank, 8)  # of the first block after it
+        train(model, optimizer, comm.rank, [8])  # of the first block after it
         return best, loaded, list(optimizer.schedule.anchors.values())
 
     topology = Topology.blocks([2, 2]) if "intra_node" in options else None
@@ -70,11 +69,10 @@ def test_a_load_without_flush_is_refused(
     def rank_main(comm: Communicator) -> None:
         model, optimizer = wrap(comm, make(16))
         best = values(model)
-        for step in range(num_steps):
-            train(model, optimizer, comm.rank, step)
+        train(model, optimizer, comm.rank, range(num_steps))
         load(model, best)
         if after == "step":
-            train(model, optimizer, comm.rank, num_steps)
+            train(model, optimizer, comm.rank, [num_steps])
         else:
             optimizer.flush()
 
@@ -90,7 +88,7 @@ def test_a_state_that_is_taken_back_changes_nothing(make: type[LocalUpdateSchedu
     def rank_main(comm: Communicator, evaluates: bool) -> list[Tensor]:
         model, optimizer = wrap(comm, make(16))
         for step in range(7):
-            train(model, optimizer, comm.rank, step)
+            train(model, optimizer, comm.rank, [step])
             if evaluates:
                 own = values(model)
                 load(model, [torch.zeros_like(value) for value in own])
@@ -105,39 +103,33 @@ def test_a_state_that_is_taken_back_changes_nothing(make: type[LocalUpdateSchedu
 
 @pytest.mark.parametrize("is_model_first", [True, False])
 @pytest.mark.parametrize("make", SCHEDULES)
+@on_ranks(2)
 def test_a_job_goes_back_to_a_state_of_its_own(
-    make: type[LocalUpdateSchedule], is_model_first: bool
+    comm: Communicator, make: type[LocalUpdateSchedule], is_model_first: bool
 ) -> None:
     """Of model and optimizer, in the middle of a block."""
+    model, optimizer = wrap(comm, make(16))
 
-    def rank_main(comm: Communicator) -> tuple[list[Tensor], list[Tensor]]:
-        model, optimizer = wrap(comm, make(16))
+    def run(num_steps: int) -> list[Tensor]:
+        train(model, optimizer, comm.rank, range(num_steps))
+        return values(model)
 
-        def run(num_steps: int) -> list[Tensor]:
-            for step in range(num_steps):
-                train(model, optimizer, comm.rank, step)
-            return values(model)
-
-        run(3)
-        saved, state = values(model), copy.deepcopy(optimizer.state_dict())
-        first = run(4)
-        if is_model_first:
-            load(model, saved)
-        optimizer.load_state_dict(state)
-        if not is_model_first:
-            load(model, saved)
-        return first, run(4)
-
-    for first, again in run_ranks(rank_main, 2):
-        assert equal(first, again)
+    run(3)
+    saved, state = values(model), copy.deepcopy(optimizer.state_dict())
+    first = run(4)
+    if is_model_first:
+        load(model, saved)
+    optimizer.load_state_dict(state)
+    if not is_model_first:
+        load(model, saved)
+    assert equal(run(4), first)
 
 
 def test_one_rank_alone_may_not_load() -> None:
     def rank_main(comm: Communicator) -> None:
         model, optimizer = wrap(comm, PeriodicAverage(16))
         best = values(model)
-        for step in range(4):
-            train(model, optimizer, comm.rank, step)
+        train(model, optimizer, comm.rank, range(4))
         optimizer.flush()
         if comm.rank == 0:
             load(model, best)
@@ -147,15 +139,13 @@ def test_one_rank_alone_may_not_load() -> None:
         run_ranks(rank_main, 2)
 
 
-def test_a_copy_of_the_model_is_loaded_as_any_model() -> None:
-    def rank_main(comm: Communicator) -> None:
-        model, optimizer = wrap(comm, PeriodicAverage(16))
-        train(model, optimizer, comm.rank, 0)
-        twin = copy.deepcopy(model)
-        load(twin, [torch.zeros_like(value) for value in values(twin)])
-        train(model, optimizer, comm.rank, 1)
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_a_copy_of_the_model_is_loaded_as_any_model(comm: Communicator) -> None:
+    model, optimizer = wrap(comm, PeriodicAverage(16))
+    train(model, optimizer, comm.rank, [0])
+    twin = copy.deepcopy(model)
+    load(twin, [torch.zeros_like(value) for value in values(twin)])
+    train(model, optimizer, comm.rank, [1])
 
 
 def load(model: nn.Module, state: Sequence[Tensor]) -> None:

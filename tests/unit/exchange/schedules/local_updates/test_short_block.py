@@ -8,14 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.unit.exchange.schedules.local_updates.runs import (
-    adam,
-    sgd,
-    simulate,
-    train,
-    wrap,
-)
-from tests.unit.models import near, values
+from tests.unit.exchange.schedules.local_updates.runs import adam, sgd, simulate, wrap
+from tests.unit.models import near, train, values
 from torchmn.exchange.schedules import DiLoCo, LocalUpdateSchedule
 from torchmn.exchange.schedules.local_updates.fragments import PseudoGradient
 from torchmn.exchange.schedules.local_updates.outer_momentum import take_partial_step
@@ -82,8 +76,7 @@ def test_the_first_blocks_of_fragments_are_parts() -> None:
 
     def rank_main(comm):
         model, optimizer = wrap(comm, Watching(32, num_fragments=4), adam)
-        for step in range(8):
-            train(model, optimizer, comm.rank, step)
+        train(model, optimizer, comm.rank, range(8))
         return values(model)
 
     run_ranks(rank_main, 2)
@@ -115,7 +108,7 @@ def test_a_schedule_of_ones_own_needs_to_know_nothing_of_parts() -> None:
 
     def rank_main(comm):
         model, optimizer = wrap(comm, Half(32), sgd)
-        train(model, optimizer, comm.rank, 0)
+        train(model, optimizer, comm.rank, [0])
         optimizer.flush()
         return values(model)
 

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from tests.limits import limit
-from tests.unit.models import batch, equal, fill, loss_of, mlp, near, values
+from tests.ranks import on_ranks
+from tests.unit.models import batch, equal, fill, loss_of, mlp, near, train, values
 from torchmn.cluster import Topology
 from torchmn.comm import Communicator, create_communicator
 from torchmn.comm.transports.base import TimeLimit
@@ -35,11 +36,15 @@ def make(
     return create_multi_node_optimizer(inner, comm, model, schedule=schedule, **options)  # type: ignore[arg-type]
 
 
-def train(optimizer: MultiNodeOptimizer, model: nn.Module, rank: int, steps: range) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        loss_of(model, batch(rank, step)).backward()
-        optimizer.step()
+def wrap_server(
+    comm: Communicator,
+    servers: int | str = "all",
+    max_staleness: int | None = None,
+    **options: object,
+) -> tuple[nn.Module, MultiNodeOptimizer]:
+    model = mlp()
+    given = {} if max_staleness is None else {"max_staleness": max_staleness}
+    return model, make(comm, model, ParameterServer(servers, **given), **options)
 
 
 class TestOptions:
@@ -57,72 +62,53 @@ class TestOptions:
 
 
 class TestWhatIsRefused:
-    def refuse(
-        self, world_size: int, schedule: ParameterServer, inner: type = torch.optim.SGD,
-        codec: str | None = None,
-    ) -> None:  # fmt: skip
+    @pytest.mark.parametrize(
+        ("world_size", "servers", "inner", "codec", "text"),
+        [
+            (1, "all", torch.optim.LBFGS, None, "LBFGS"),
+            (2, 2, torch.optim.SGD, None, "leave none to train"),
+            (2, "all", torch.optim.SGD, "int8", "parameter_server has no codec, and int8"),
+        ],
+        ids=["an optimizer that couples parameters", "no rank that trains", "codecs"],
+    )
+    def test_when_it_is_made(self, world_size: int, servers, inner: type, codec, text: str) -> None:
         def job(comm: Communicator) -> None:
             model = mlp()
-            create_multi_node_optimizer(
-                inner(model.parameters(), lr=0.1), comm, model, schedule=schedule, codec=codec
-            )
+            made, schedule = inner(model.parameters(), lr=0.1), ParameterServer(servers)
+            create_multi_node_optimizer(made, comm, model, schedule=schedule, codec=codec)
 
-        run_ranks(job, world_size)
+        with pytest.raises(UnsupportedError, match=text):
+            run_ranks(job, world_size)
 
-    def test_an_optimizer_that_couples_parameters(self) -> None:
-        with pytest.raises(UnsupportedError, match="LBFGS"):
-            self.refuse(1, ParameterServer(), torch.optim.LBFGS)
-
-    def test_no_rank_that_trains(self) -> None:
-        with pytest.raises(UnsupportedError, match="leave none to train"):
-            self.refuse(2, ParameterServer(2))
-
-    def test_codecs(self) -> None:
-        with pytest.raises(UnsupportedError, match="parameter_server has no codec, and int8"):
-            self.refuse(2, ParameterServer(), codec="int8")
-
-    def test_closures(self) -> None:
-        def job(comm: Communicator) -> None:
+    @on_ranks(1)
+    def test_closures(self, comm: Communicator) -> None:
+        with pytest.raises(UnsupportedError, match="workers do not step together"):
             make(comm, mlp(), ParameterServer()).step(lambda: 0.0)
 
-        with pytest.raises(UnsupportedError, match="workers do not step together"):
-            run_ranks(job, 1)
-
     @pytest.mark.parametrize("kind", ["set_weight", "samples"])
-    def test_weights(self, kind: str) -> None:
-        def job(comm: Communicator) -> None:
-            model = mlp()
-            weight = "samples" if kind == "samples" else "rank"
-            optimizer = make(comm, model, ParameterServer(), weight=weight)
-            if kind == "set_weight":
-                optimizer.set_weight(3)
-            train(optimizer, model, comm.rank, range(1))
-
+    @on_ranks(1)
+    def test_weights(self, comm: Communicator, kind: str) -> None:
+        model, optimizer = wrap_server(comm, weight="samples" if kind == "samples" else "rank")
+        if kind == "set_weight":
+            optimizer.set_weight(3)
         with pytest.raises(UnsupportedError, match="does not support weights"):
-            run_ranks(job, 1)
+            train(model, optimizer, comm.rank, range(1))
 
-    def test_more_parameters(self) -> None:
-        def job(comm: Communicator) -> None:
-            model = mlp()
-            inner = torch.optim.SGD(model[0].parameters(), 0.1)
-            optimizer = create_multi_node_optimizer(inner, comm, model, schedule=ParameterServer())
-            optimizer.add_param_group({"params": list(model[2].parameters())})
-            train(optimizer, model, comm.rank, range(1))
-
+    @on_ranks(1)
+    def test_more_parameters(self, comm: Communicator) -> None:
+        model = mlp()
+        inner = torch.optim.SGD(model[0].parameters(), 0.1)
+        optimizer = create_multi_node_optimizer(inner, comm, model, schedule=ParameterServer())
         with pytest.raises(UnsupportedError, match="make a new optimizer"):
-            run_ranks(job, 1)
+            optimizer.add_param_group({"params": list(model[2].parameters())})
 
-    def test_sparse_gradients(self) -> None:
-        def job(comm: Communicator) -> None:
-            model = nn.Embedding(5, 3, sparse=True)
-            optimizer = create_multi_node_optimizer(
-                torch.optim.SGD(model.parameters(), 0.1), comm, model, schedule=ParameterServer()
-            )
-            model(torch.tensor([1])).sum().backward()
-            optimizer.step()
-
+    @on_ranks(1)
+    def test_sparse_gradients(self, comm: Communicator) -> None:
+        model = nn.Embedding(5, 3, sparse=True)
+        optimizer = make(comm, model, ParameterServer())
+        model(torch.tensor([1])).sum().backward()
         with pytest.raises(UnsupportedError, match=r"'weight' is sparse"):
-            run_ranks(job, 1)
+            optimizer.step()
 
 
 class TestServersOfTheirOwn:
@@ -136,7 +122,7 @@ class TestServersOfTheirOwn:
                 assert optimizer.serve()
             else:
                 with optimizer.join():
-                    train(optimizer, model, comm.rank, range(5))
+                    train(model, optimizer, comm.rank, range(5))
             return (
                 optimizer.schedule.traits.serves,
                 values(model),
@@ -149,11 +135,9 @@ class TestServersOfTheirOwn:
         assert not near(outcome[0][1], values(mlp(0)))
         assert [o[2] for o in outcome] == [4] * 4
 
-    def test_workers_do_not_serve(self) -> None:
-        def job(comm: Communicator) -> None:
-            assert not make(comm, mlp(), ParameterServer()).serve()
-
-        run_ranks(job, 1)
+    @on_ranks(1)
+    def test_workers_do_not_serve(self, comm: Communicator) -> None:
+        assert not make(comm, mlp(), ParameterServer()).serve()
 
 
 @pytest.mark.parametrize(
@@ -161,105 +145,92 @@ class TestServersOfTheirOwn:
     ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD",
      "Rprop", "Adafactor"],
 )  # fmt: skip
-def test_every_optimizer_of_torch_runs_at_the_server(kind: str) -> None:
-    def job(comm: Communicator) -> bool:
-        cls = getattr(torch.optim, kind)
-        plain_model, model = mlp(), mlp()
-        plain = cls(plain_model.parameters(), lr=0.01)
-        inner = cls(model.parameters(), lr=0.01)
-        optimizer = create_multi_node_optimizer(
-            inner, comm, model, schedule=ParameterServer(max_staleness=0)
-        )
-        for step in range(4):
-            for each, network in ((plain, plain_model), (optimizer, model)):
-                each.zero_grad()
-                loss_of(network, batch(0, step)).backward()
-                each.step()
-        optimizer.flush()
-        saved, expected = optimizer.state_dict()["state"], plain.state_dict()["state"]
-        assert saved.keys() == expected.keys()
-        for index, state in expected.items():
-            for key, value in state.items():
-                got = saved[index][key]
-                if isinstance(value, torch.Tensor):
-                    assert torch.equal(got, value), key
-                else:
-                    assert got == value, key
-        return equal(values(plain_model), values(model))
-
-    assert run_ranks(job, 1) == [True]
+@on_ranks(1)
+def test_every_optimizer_of_torch_runs_at_the_server(comm: Communicator, kind: str) -> None:
+    cls = getattr(torch.optim, kind)
+    plain_model, model = mlp(), mlp()
+    plain = cls(plain_model.parameters(), lr=0.01)
+    inner = cls(model.parameters(), lr=0.01)
+    optimizer = create_multi_node_optimizer(
+        inner, comm, model, schedule=ParameterServer(max_staleness=0)
+    )
+    for step in range(4):
+        for each, network in ((plain, plain_model), (optimizer, model)):
+            each.zero_grad()
+            loss_of(network, batch(0, step)).backward()
+            each.step()
+    optimizer.flush()
+    saved, expected = optimizer.state_dict()["state"], plain.state_dict()["state"]
+    assert saved.keys() == expected.keys()
+    for index, state in expected.items():
+        for key, value in state.items():
+            got = saved[index][key]
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(got, value), key
+            else:
+                assert got == value, key
+    assert equal(values(plain_model), values(model))
 
 
 class TestWhatUsersDo:
-    def test_accumulation_and_clipping(self) -> None:
-        def job(comm: Communicator) -> bool:
-            plain_model, model = mlp(), mlp()
-            plain = torch.optim.SGD(plain_model.parameters(), 0.05, momentum=0.9)
-            optimizer = make(comm, model, ParameterServer(max_staleness=0), max_grad_norm=0.01)
-            for step in range(4):
-                plain.zero_grad()
-                optimizer.zero_grad()
-                for part in range(2):
-                    x = batch(0, 2 * step + part)
-                    loss_of(plain_model, x).backward()
-                    if part == 0:
-                        with optimizer.no_sync():
-                            loss_of(model, x).backward()
-                    else:
+    @on_ranks(1)
+    def test_accumulation_and_clipping(self, comm: Communicator) -> None:
+        plain_model, model = mlp(), mlp()
+        plain = torch.optim.SGD(plain_model.parameters(), 0.05, momentum=0.9)
+        optimizer = make(comm, model, ParameterServer(max_staleness=0), max_grad_norm=0.01)
+        for step in range(4):
+            plain.zero_grad()
+            optimizer.zero_grad()
+            for part in range(2):
+                x = batch(0, 2 * step + part)
+                loss_of(plain_model, x).backward()
+                if part == 0:
+                    with optimizer.no_sync():
                         loss_of(model, x).backward()
-                nn.utils.clip_grad_norm_(plain_model.parameters(), 0.01)
-                plain.step()
-                optimizer.step()
-            return equal(values(plain_model), values(model))
+                else:
+                    loss_of(model, x).backward()
+            nn.utils.clip_grad_norm_(plain_model.parameters(), 0.01)
+            plain.step()
+            optimizer.step()
+        assert equal(values(plain_model), values(model))
 
-        assert run_ranks(job, 1) == [True]
+    @on_ranks(2)
+    def test_a_grad_scaler(self, comm: Communicator) -> None:
+        model = mlp(dtype=torch.float32)
+        optimizer = make(comm, model, ParameterServer())
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        with optimizer.join():
+            for step in range(4):
+                optimizer.zero_grad()
+                loss = loss_of(model, batch(comm.rank, step, dtype=torch.float32))
+                if step == 2 and comm.rank == 0:
+                    loss = loss * float("inf")
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        assert all(bool(p.isfinite().all()) for p in model.parameters())
 
-    def test_a_grad_scaler(self) -> None:
-        def job(comm: Communicator) -> None:
-            model = mlp(dtype=torch.float32)
-            optimizer = make(comm, model, ParameterServer())
-            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-            with optimizer.join():
-                for step in range(4):
-                    optimizer.zero_grad()
-                    loss = loss_of(model, batch(comm.rank, step, dtype=torch.float32))
-                    if step == 2 and comm.rank == 0:
-                        loss = loss * float("inf")
-                    scaler.scale(loss).backward()
-                    scaler.step(optimizer)
-                    scaler.update()
-            assert all(bool(p.isfinite().all()) for p in model.parameters())
-
-        run_ranks(job, 2)
-
-    def test_zero_fill_off_leaves_unused_parameters_alone(self) -> None:
-        def job(comm: Communicator) -> tuple[bool, bool]:
-            same = []
-            for zero_fill in (False, True):
-                model = mlp()
-                inner = torch.optim.SGD(model.parameters(), 0.05, weight_decay=0.1)
-                optimizer = create_multi_node_optimizer(
-                    inner,
-                    comm,
-                    model,
-                    schedule=ParameterServer(),
-                    zero_fill=zero_fill,
-                )
-                before = values(model)[0]
-                for parameter in list(model.parameters())[1:]:
-                    parameter.grad = torch.ones_like(parameter)
-                optimizer.step()
-                optimizer.flush()
-                same.append(torch.equal(before, values(model)[0]))
-            return same[0], same[1]
-
-        assert run_ranks(job, 2) == [(True, False)] * 2
+    @on_ranks(2)
+    def test_zero_fill_off_leaves_unused_parameters_alone(self, comm: Communicator) -> None:
+        same = []
+        for zero_fill in (False, True):
+            model = mlp()
+            inner = torch.optim.SGD(model.parameters(), 0.05, weight_decay=0.1)
+            optimizer = create_multi_node_optimizer(
+                inner, comm, model, schedule=ParameterServer(), zero_fill=zero_fill
+            )
+            before = values(model)[0]
+            for parameter in list(model.parameters())[1:]:
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+            optimizer.flush()
+            same.append(torch.equal(before, values(model)[0]))
+        assert same == [True, False]
 
     def test_another_number_of_ranks_continues(self) -> None:
         def first(comm: Communicator) -> tuple[dict[str, object], dict[str, object]]:
-            model = mlp()
-            optimizer = make(comm, model, ParameterServer())
-            train(optimizer, model, comm.rank, range(3))
+            model, optimizer = wrap_server(comm)
+            train(model, optimizer, comm.rank, range(3))
             optimizer.flush()
             return model.state_dict(), optimizer.state_dict()
 
@@ -270,7 +241,7 @@ class TestWhatUsersDo:
             optimizer = make(comm, model, ParameterServer(max_staleness=0))
             model.load_state_dict(saved[0])
             optimizer.load_state_dict(saved[1])
-            train(optimizer, model, 0, range(3, 5))
+            train(model, optimizer, 0, range(3, 5))
             return values(model)
 
         def plain() -> list[torch.Tensor]:
@@ -290,7 +261,7 @@ class TestWhatUsersDo:
         def job(comm: Communicator) -> list[torch.Tensor]:
             model = nn.Linear(5, 3, bias=False).double()
             optimizer = make(comm, model, ParameterServer())
-            train(optimizer, model, comm.rank, range(3))
+            train(model, optimizer, comm.rank, range(3))
             optimizer.flush()
             return values(model)
 
@@ -327,16 +298,15 @@ class TestWaiting:
         over = threading.Event()
 
         def job(comm: Communicator) -> None:
-            model = mlp()
-            optimizer = make(comm, model, ParameterServer(1, max_staleness=2))
+            model, optimizer = wrap_server(comm, 1, max_staleness=2)
             if optimizer.schedule.traits.serves:
                 with pytest.raises(TimeLimitError):
                     optimizer.flush()
                 return
-            train(optimizer, model, comm.rank, range(2))
+            train(model, optimizer, comm.rank, range(2))
             if comm.rank == 0:
                 with pytest.raises(TimeLimitError, match=r"rank 1 has made 2 steps"):
-                    train(optimizer, model, comm.rank, range(2, 9))
+                    train(model, optimizer, comm.rank, range(2, 9))
                 over.set()
             else:
                 assert over.wait(limit(30))
@@ -364,9 +334,8 @@ class TestWaiting:
         monkeypatch.setattr(owner, place, failing(getattr(owner, place)))
 
         def job(comm: Communicator) -> str:
-            model = mlp()
-            optimizer = make(comm, model, ParameterServer(1, max_staleness=0))
-            steps = partial(train, optimizer, model, comm.rank, range(50))
+            model, optimizer = wrap_server(comm, 1, max_staleness=0)
+            steps = partial(train, model, optimizer, comm.rank, range(50))
             began = time.monotonic()
             use = optimizer.flush if optimizer.schedule.traits.serves else steps
             with pytest.raises(CommunicationError) as caught:
@@ -383,11 +352,10 @@ class TestWaiting:
         timeout_s = limit(0.5)
 
         def job(comm: Communicator) -> list[torch.Tensor]:
-            model = mlp()
-            optimizer = make(comm, model, ParameterServer())
-            for step in range(8 if comm.rank == 0 else 1):
-                train(optimizer, model, comm.rank, range(step, step + 1))
-                time.sleep(timeout_s / 3)
+            model, optimizer = wrap_server(comm)
+            for step in range(24 if comm.rank == 0 else 1):
+                train(model, optimizer, comm.rank, range(step, step + 1))
+                time.sleep(timeout_s / 10)  # the machine may be busy
             began = time.monotonic()
             optimizer.flush()
             assert comm.rank == 0 or time.monotonic() - began > timeout_s
@@ -402,11 +370,11 @@ class TestWaiting:
             model = mlp()
             optimizer = make(comm, model, schedule := ParameterServer(1, max_staleness=1))
             if comm.rank == 1:
-                train(optimizer, model, comm.rank, range(2))
+                train(model, optimizer, comm.rank, range(2))
                 optimizer.close()
                 return [], set()
             if comm.rank == 0:
-                train(optimizer, model, comm.rank, range(8))
+                train(model, optimizer, comm.rank, range(8))
             optimizer.flush()
             return values(model), schedule.lost
 
@@ -450,26 +418,25 @@ def test_parameters_are_changed_after_flush_only() -> None:
     """Elsewhere the values of the servers would replace the change at the end of the next step."""
 
     def rank_main(comm: Communicator) -> None:
-        model = mlp()
-        optimizer = make(comm, model, ParameterServer())
-        train(optimizer, model, comm.rank, range(2))
+        model, optimizer = wrap_server(comm)
+        train(model, optimizer, comm.rank, range(2))
         with torch.no_grad():
             for parameter in model.parameters():  # as sharpness-aware steps do, and take back
                 parameter.add_(0.3).sub_(0.3)
-        train(optimizer, model, comm.rank, range(2, 4))
+        train(model, optimizer, comm.rank, range(2, 4))
         optimizer.flush()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.clamp_(-0.01, 0.01)
         before = values(model)
         optimizer.param_groups[0]["lr"] = 0.0
-        train(optimizer, model, comm.rank, range(4, 6))
+        train(model, optimizer, comm.rank, range(4, 6))
         if comm.size == 1:
             assert near(values(model), before)
         comm.barrier()  # a rank that ends its training ends that of the others
         model.load_state_dict(mlp(1).state_dict())
         with pytest.raises(UsageError, match=r"changed '0.weight' and 3 more since .*flush"):
-            train(optimizer, model, comm.rank, range(6, 7))
+            train(model, optimizer, comm.rank, range(6, 7))
         with pytest.raises(UsageError, match="has changed '0.weight' and 3 more since"):
             optimizer.flush()
         optimizer.close()

@@ -12,12 +12,7 @@ from torch import Tensor, nn
 
 from tests.limits import limit
 from torchmn.errors import PeerLostError, TimeLimitError
-from torchmn.exchange.schedules.parameter_server.server import (
-    _TRAINS,
-    Reply,
-    ShardServer,
-    Update,
-)
+from torchmn.exchange.schedules.parameter_server.server import _TRAINS, Reply, ShardServer, Update
 from torchmn.exchange.schedules.parameter_server.shards import ShardMemory
 
 BEGIN = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)
@@ -31,12 +26,11 @@ class Bench:
         num_workers: int = 2,
         *,
         max_staleness: int = 10,
-        timeout_s: float = 5.0,
-        rate: float = 0.1,
+        timeout_s: float = limit(5),
     ) -> None:
         self.parameter = nn.Parameter(BEGIN.clone())
         self.named = [("w", self.parameter)]
-        self.inner = torch.optim.SGD([self.parameter], rate)
+        self.inner = torch.optim.SGD([self.parameter], 0.1)
         self.server = ShardServer(
             0,
             self.named,
@@ -170,23 +164,26 @@ def test_a_worker_that_is_done_does_not_delay_others() -> None:
 
 
 def test_a_wait_without_progress_ends_and_names_the_rank() -> None:
-    bench = Bench(max_staleness=0, timeout_s=0.2)
+    timeout_s = limit(0.2)
+    bench = Bench(max_staleness=0, timeout_s=timeout_s)
     bench.begin()
     began = time.monotonic()
-    with pytest.raises(TimeLimitError, match=r"0\.2 s \(.*rank 1 has made 0 steps"):
+    with pytest.raises(TimeLimitError, match=rf"{timeout_s:g} s \(.*rank 1 has made 0 steps"):
         bench.push(0, torch.ones(3))
-    assert time.monotonic() - began > 0.2
+    assert time.monotonic() - began > timeout_s
     assert bench.signs >= 2
 
 
 def test_notify_of_others_prolong_the_wait() -> None:
-    bench = Bench(num_workers=3, max_staleness=3, timeout_s=0.4)
+    """Twice the limit in all, in so short steps that the machine may be busy."""
+    timeout_s, num_steps = limit(0.3), 30
+    bench = Bench(num_workers=3, max_staleness=num_steps, timeout_s=timeout_s)
     bench.begin()
-    for _ in range(3):
+    for _ in range(num_steps):
         bench.push(0, torch.ones(3))
     thread, outcome = run_aside(lambda: bench.push(0, torch.ones(3)))
-    for _ in range(3):
-        time.sleep(0.25)
+    for _ in range(num_steps):
+        time.sleep(2 * timeout_s / num_steps)
         bench.push(1, torch.ones(3))
     bench.push(2, torch.ones(3))
     thread.join(limit(5))
