@@ -11,10 +11,14 @@ import torch
 from rich.console import Console
 
 from tests.all.gpu import check, test_one_process
+from tests.limits import limit
 from torchmn.comm.engine import Engine
 from torchmn.record.timeline import HostClock
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
+
+LIMIT_S = round(limit(4))
+"""Of a check that hangs: longer than Python and pytest take to start."""
 
 CHECKS = """
 import os, signal, subprocess, sys, time
@@ -25,8 +29,8 @@ def test_that_fails(): assert 1 == 2, "one is not two"
 def test_that_crashes(): os.kill(os.getpid(), signal.SIGSEGV)
 def test_that_exits(): os._exit(7)
 def test_that_hangs():
-    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
-    time.sleep(60)
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    time.sleep(600)
 @pytest.mark.skip(reason="needs two GPUs")
 def test_that_skips(): pass
 def test_after_all(): pass
@@ -45,7 +49,7 @@ def checks(tmp_path: Path) -> Path:
     return path
 
 
-def run(checks: Path, *names: str, limit_s: float = 60, total_s: float = 60):
+def run(checks: Path, *names: str, limit_s: float = limit(60), total_s: float = limit(60)):
     return check.run_all(
         [f"{checks}::{name}" for name in names],
         check_limit_s=limit_s,
@@ -65,7 +69,7 @@ def test_each_check_has_its_row_whatever_the_others_do(checks: Path) -> None:
 
 
 def test_those_that_share_a_process_do_not_hurt_each_other(checks: Path) -> None:
-    rows = check.run_checks([f"{checks}::{name}" for name in GROUP], 60)
+    rows = check.run_checks([f"{checks}::{name}" for name in GROUP], limit(60))
     assert [row.outcome for row in rows] == ["passed", "failed", "failed", "not run", "passed"]
     assert "one is not two" in rows[1].message
     assert rows[2].message.startswith("ended by SIGSEGV")
@@ -81,18 +85,18 @@ def test_only_checks_without_ranks_share_a_process() -> None:
 
 
 def test_a_check_that_hangs_is_killed_with_what_it_has_started(checks: Path) -> None:
-    [row] = run(checks, "test_that_hangs", limit_s=8)
+    [row] = run(checks, "test_that_hangs", limit_s=LIMIT_S)
     assert row.outcome == "failed"
-    assert row.message.startswith("no end within 8 s")
+    assert row.message.startswith(f"no end within {LIMIT_S} s")
 
 
 def test_one_that_hangs_takes_no_time_from_those_that_share_its_process(checks: Path) -> None:
     names = [f"{checks}::test_that_{name}" for name in ("passes", "hangs")]
     began_s = time.monotonic()
-    rows = check.run_checks(names, 8, began_s + 60)
+    rows = check.run_checks(names, LIMIT_S, began_s + limit(60))
     assert [row.outcome for row in rows] == ["passed", "failed"]
-    assert rows[1].message.startswith("no end within 8 s")
-    [late] = check.run_checks(names[:1], 8, began_s)
+    assert rows[1].message.startswith(f"no end within {LIMIT_S} s")
+    [late] = check.run_checks(names[:1], LIMIT_S, began_s)
     assert (late.outcome, late.message) == ("not run", "the total time limit was over")
 
 
