@@ -214,4 +214,4 @@ def test_they_have_dropped_the_objects_of_complete_work() -> None:
         wait_for_gloo_threads()
         assert kept() is None
     if not num_late:
-        pytest.skip(f"the thread was never late in {MAX_TRIES} tries, so that nothing was shown")
+        pytest.skip(reason=f"the thread was never late in {MAX_TRIES} tries: nothing was shown")
