@@ -40,6 +40,21 @@ def has_drawn_since(state: Mapping[str, Any], sampler: object) -> bool:
 
 
 @contextmanager
+def process_numbers_kept() -> Iterator[None]:
+    """Run the body, after which the process's own generators are as before. Local."""
+    before = rng_state.capture(_CPU)
+    try:
+        yield
+    finally:
+        rng_state.restore(before, _CPU)
+
+
+def set_process_numbers(state: Mapping[str, Any]) -> None:
+    """Give the process's own generators the state of a `capture`. Local."""
+    rng_state.restore(state, _CPU)
+
+
+@contextmanager
 def replayed(state: Mapping[str, Any] | None, sampler: object) -> Iterator[None]:
     """Run the body with the generators in the state of a `capture`. Local; nothing for None.
 
@@ -49,14 +64,11 @@ def replayed(state: Mapping[str, Any] | None, sampler: object) -> Iterator[None]
     if state is None:
         yield
         return
-    before = rng_state.capture(_CPU)
-    for generator, own in zip(_generators(sampler), state["generators"], strict=True):
-        generator.set_state(own)
-    rng_state.restore(state, _CPU)
-    try:
+    with process_numbers_kept():
+        for generator, own in zip(_generators(sampler), state["generators"], strict=True):
+            generator.set_state(own)
+        set_process_numbers(state)
         yield
-    finally:
-        rng_state.restore(before, _CPU)
 
 
 class GeneratorMarks:

@@ -20,15 +20,19 @@ from torchmn.data import rank_seeds, rng_state
 from torchmn.data.counted_loader import PassSampler
 from torchmn.data.dataset_comparison import contents, contents_of_sampler, warn_if_changed
 from torchmn.data.divided_batches import LoaderPass, divided_batches
-from torchmn.data.sampler_randomness import GeneratorMarks, capture, has_drawn_since, replayed
+from torchmn.data.sampler_randomness import (
+    GeneratorMarks,
+    capture,
+    has_drawn_since,
+    process_numbers_kept,
+    replayed,
+    set_process_numbers,
+)
 from torchmn.data.scatter import shard_bounds
 from torchmn.data.sub_dataset import length_of
 
 if TYPE_CHECKING:
     from torchmn.comm import Communicator
-
-
-_CPU = torch.device("cpu")
 
 
 class LoaderState(TypedDict, total=False):
@@ -267,8 +271,7 @@ class ScatteredBatches(PassSampler):
         """Draw the next batches on rank 0 and broadcast them. *Collective.*"""
         is_first = not own.state
         begins_training = is_first and torch.is_grad_enabled()
-        known = own.sampler_contents if is_first else {}
-        known = {**contents(self._dataset), **known} if begins_training else {}
+        known = {**contents(self._dataset), **own.sampler_contents} if begins_training else {}
         facts = divided_batches(self._comm).facts_now(self._comm.size) if is_first else {}
         message: dict[str, Any] = {}
         error: Exception | None = None
@@ -313,18 +316,18 @@ class ScatteredBatches(PassSampler):
         So what a sampler keeps, and generators that the script uses too, are on all ranks those of
         one process. The process's own generators stay as they are.
         """
-        before = rng_state.capture(_CPU)
-        with suppress(Exception):  # as rank 0's would have been raised on all ranks
+        # An exception of the sampler is rank 0's as well, which raises it on all ranks.
+        with suppress(Exception), process_numbers_kept():
             if state is not None:  # the first draw of a pass
-                rng_state.restore(state.get("begun", state["randomness"]), _CPU)
+                set_process_numbers(state.get("begun", state["randomness"]))
                 for _ in range(own.num_begun if own.resumed is None else 0):
                     own.drawing = iter(self.batches)
                 seeding, original = self._generators
                 if seeding is not original and not torch.equal(seeding.get_state(), own.seeding):
                     # The loader has drawn the seed of its workers: on rank 0 from the original.
                     torch.empty((), dtype=torch.int64, device="cpu").random_(generator=original)
-            self._draw(own, num)
-        rng_state.restore(before, _CPU)
+            resumed = own.resumed if state is not None else None
+            self._draw_batches(own, num, resumed or LoaderState())
 
     def _draw(self, own: _Order, num: int | None) -> dict[str, Any]:
         """The next batches of the sampler, on rank 0. Local."""
@@ -338,16 +341,7 @@ class ScatteredBatches(PassSampler):
                 state["begun"] = own.begun
         if own.error is not None:
             raise own.error
-        if own.drawing is None:
-            with replayed(state.get("begun", state["randomness"]), self.batches):
-                own.drawing = iter(self.batches)
-        with replayed(state["randomness"] if state is resumed else None, self.batches):
-            if own.marks is None:
-                own.marks = GeneratorMarks(self.batches)
-                own.drawing = own.marks.marked(own.drawing)
-            own.marks.forget_before(own.num_drawn)
-            drawn = [list(batch) for batch in islice(own.drawing, num)]
-            own.marks.drawn()
+        drawn = self._draw_batches(own, num, state)
         lengths = np.array([len(batch) for batch in drawn], dtype=np.int64)
         samples = _packed([index for batch in drawn for index in batch])
         message: dict[str, Any] = {
@@ -367,6 +361,23 @@ class ScatteredBatches(PassSampler):
                 )
             message["state"] = {**state, "digest": digest}
         return message
+
+    def _draw_batches(self, own: _Order, num: int | None, state: LoaderState) -> list[list[Any]]:
+        """The next batches of the sampler; of a resumed pass from the random numbers of ``state``.
+
+        Local.
+        """
+        if own.drawing is None:
+            with replayed(state.get("begun", state["randomness"]), self.batches):
+                own.drawing = iter(self.batches)
+        with replayed(state["randomness"] if state is own.resumed else None, self.batches):
+            if own.marks is None:
+                own.marks = GeneratorMarks(self.batches)
+                own.drawing = own.marks.marked(own.drawing)
+            own.marks.forget_before(own.num_drawn)
+            drawn = [list(batch) for batch in islice(own.drawing, num)]
+            own.marks.drawn()
+        return drawn
 
     def _warn_if_ranks_get_none(self, message: dict[str, Any]) -> None:
         most, size = int(max(message["lengths"], default=0)), self._comm.size
