@@ -44,6 +44,12 @@ def test_signal(signum: int, code: int, words: str) -> None:
     assert words in found.summary
 
 
+def test_an_abort_names_the_exception_of_cpp_that_caused_it() -> None:
+    aborted = ended(0, -signal.SIGABRT)
+    aborted.last_errors.extend(["terminate called after", "  what():  20 vs 12.", "Fatal Python"])
+    assert "rank 0 on node7 was ended by SIGABRT (20 vs 12.); " in summary_of(aborted).summary
+
+
 def test_ranks_ended_by_the_launcher_are_not_the_cause() -> None:
     found = summary_of(ended(0, -15, at=1.0, by="outside"), ended(1, 7, at=2.0))
     assert found.exit_code == 7
