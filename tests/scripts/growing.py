@@ -72,7 +72,7 @@ def splatting(worker: Worker) -> nn.Module:
 
 
 @script("Parameters replaced between `backward()` and `step()`, which then leaves them out")
-def replaced_beforestep_by(worker: Worker) -> nn.Module:
+def replaced_before_step(worker: Worker) -> nn.Module:
     scene, x = _Scene(), torch.rand(40, generator=seeded(2))
     groups = [{"params": [p], "name": name} for name, p in scene.named_parameters()]
     optimizer = worker.optimizer(torch.optim.Adam(groups, 0.02), scene)

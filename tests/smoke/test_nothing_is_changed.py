@@ -85,7 +85,9 @@ CHANGES: dict[str, tuple[str, Callable[[Watched, pytest.MonkeyPatch], object]]] 
     "folder": ("folder", lambda _, patch: patch.chdir("/")),
     "filter of warnings": (
         "warnings",
-        lambda _, patch: patch.setattr(warnings, "filters", [*warnings.filters[:1]] * 2),
+        lambda _, patch: patch.setattr(
+            warnings, "filters", [*warnings.filters[:1], *warnings.filters]
+        ),
     ),
     "random numbers": ("random numbers", lambda *_: random.random()),
     "hook of a module": (

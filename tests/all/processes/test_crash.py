@@ -90,6 +90,14 @@ def test_the_rank_that_failed_first_is_reported_last(
     runner.wait_until_nothing_is_left()
 
 
+def test_an_error_of_all_ranks_is_shown_once(runner: Runner) -> None:
+    script = "import torchmn\ntorchmn.create_communicator()\nraise ValueError('x y')\n"
+    done = runner.run("-n", "2", "--backend", "gloo", runner.script(script), limit_s=50)
+    assert done.returncode == 1
+    assert done.stderr.count("ValueError: x y") == 1, done.stderr
+    assert "failed with exit code 1" in done.stderr.splitlines()[-1]
+
+
 @pytest.mark.parametrize(
     ("backend", "fault", "words"),
     [

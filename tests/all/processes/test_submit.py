@@ -65,9 +65,10 @@ def program(path: Path, text: str) -> None:
 
 
 def submit(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    env = {"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "HOME": str(folder), "ONLY_AT_LOGIN": "1"}
+    path = f"PATH={folder / 'bin'}:/usr/bin:/bin"
+    env = (path, f"HOME={folder}", f"PYTHONPATH={PYTHON_PATH}", "ONLY_AT_LOGIN=1")
     command = (sys.executable, "-m", "torchmn", "submit", "--scheduler", "pbs", *args)
-    return run(*command, cwd=folder, limit_s=90, **env)
+    return run("env", "-i", *env, *command, cwd=folder, limit_s=90)
 
 
 def test_a_job_saves_continues_in_a_second_one_and_its_exit_status_is_ours(tmp_path: Path) -> None:

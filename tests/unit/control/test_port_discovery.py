@@ -58,6 +58,17 @@ def test_only_ranks_of_a_job_get_its_port(
     assert lookup("third", 0.2, tmp_path) is None
 
 
+def test_clients_without_the_secret_delay_nobody(
+    publish: Callable[..., Callable[[], None]], tmp_path: Path
+) -> None:
+    publish("job", 4444)
+    with contextlib.ExitStack() as stack:
+        for number in range(200):
+            client = socket.create_connection(listener_of("job", tmp_path), limit(5))
+            stack.enter_context(client).sendall((b"", b"x" * 32)[number % 2])
+        assert lookup("job", limit(5), tmp_path) == ("127.0.0.1", 4444)
+
+
 def test_what_is_withdrawn_is_gone(
     publish: Callable[..., Callable[[], None]], tmp_path: Path
 ) -> None:

@@ -203,7 +203,7 @@ def assert_as_in_one_process(
 KINDS = ["generator", "iterable", "loader", "workers"]
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("read_by", READERS)
 def test_clipped_scaled_and_averaged_with_an_uneven_end(read_by: Any, kind: str, size: int) -> None:

@@ -393,8 +393,9 @@ def trained_over(data: Communicator, model: nn.Module, **options: Any) -> None:
     sgd = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     optimizer = create_multi_node_optimizer(sgd, data, model, **{"weight": "samples", **options})
     for step in range(6):
-        x, t = batch(8, salt=step % 2)
-        part = slice(*((0, 5), (5, 8))[data.rank])
+        num = (8, 6, 3)[step % 3]
+        x, t = batch(num, salt=step % 2)
+        part = slice(*((0, num - 2), (num - 2, num))[data.rank])
         optimizer.zero_grad()
         if isinstance(model, MultiNodeChainList):
             model.forward_backward(x[part], t[part], mse)

@@ -20,6 +20,7 @@ from torchmn.testing import run_ranks
 pytestmark = pytest.mark.timeout(300)  # numba compiles once per machine, on one that may be busy
 
 SHAPES = {"conv": (40, 8, 3, 3), "bias": (40,), "dense": (60, 50), "tall": (1500, 2, 1)}
+SHAPES |= {"scalar": (), "empty": (0, 7), "small": (10, 10)}  # which are not compressed
 
 
 def gradients(rank: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:

@@ -201,6 +201,27 @@ def test_ranks_without_the_secret_do_not_connect(monkeypatch) -> None:
     assert found == [("torch.distributed", "ranks 0, 1 could not be connected in 0.3 s")] * 2
 
 
+def test_clients_without_the_secret_do_not_block_ranks(monkeypatch) -> None:
+    """They connect first, and send nothing, something, or the token without the secret."""
+    monkeypatch.setenv("TORCHMN_SECRET", "of this job")
+    listen, clients = tcp.listen_for_ranks, contextlib.ExitStack()
+
+    def disturbed(hosts, role):
+        listener, address = listen(hosts, role)
+        for number in range(60):
+            client = socket.create_connection((address.hosts[0], address.port), limit(10))
+            sent = (b"", bytes(100), address.token.encode() + b"\n")[number % 3]
+            clients.enter_context(client).sendall(sent)
+        return listener, address
+
+    monkeypatch.setattr(tcp, "listen_for_ranks", disturbed)
+    with clients:
+        names = run_transports(
+            lambda transport: transport.name, 2, over=tcp_over, own_address="127.0.0.1"
+        )
+    assert names == ["tcp"] * 2
+
+
 def test_groups_of_too_many_ranks_may_have_connections(monkeypatch) -> None:
     monkeypatch.setattr(tcp, "MAX_PEERS", 1)
 

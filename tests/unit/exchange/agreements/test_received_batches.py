@@ -256,6 +256,12 @@ def without_a_backward_pass(own: Script) -> None:
             own.step(batch)
 
 
+def all_leave_some_out(own: Script) -> None:
+    for number, batch in enumerate(own.loader):
+        if number not in (3, 4, 7):
+            own.step(batch)
+
+
 def different_numbers_in_join(own: Script) -> None:
     with own.optimizer.join():
         for number, batch in enumerate(own.loader):
@@ -283,6 +289,7 @@ def a_forward_pass_that_was_repeated(own: Script) -> None:
         as_many_as_fill_a_step,
         accumulated,
         without_a_backward_pass,
+        all_leave_some_out,
         different_numbers_in_join,
         a_forward_pass_that_was_repeated,
     ],
