@@ -362,7 +362,7 @@ class HostHello(Message, frozen=True, kw_only=True):
     """Host: it offers ``slots`` ranks; the identity with which it authenticates.
 
     ``node_rank`` is its place among the hosts if the user has given one. ``joins``: the user has
-    started it there, and not the launcher.
+    started it there, and not the launcher; it was given ``command``, as of `common_command`.
     """
 
     host: str
@@ -370,6 +370,7 @@ class HostHello(Message, frozen=True, kw_only=True):
     versions: dict[str, str]
     node_rank: int | None = None
     joins: bool = False
+    command: str = ""
 
 
 class JobOrder(Message, frozen=True, kw_only=True):

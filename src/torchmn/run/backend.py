@@ -123,9 +123,10 @@ def choose_backend(
         return "nccl", "a GPU for every rank"
     why = f"fewer GPUs ({machine.num_gpus}) than ranks" if machine.num_gpus else "no GPU"
     if mpi_problem:
-        return "gloo", f"{why}, and no MPI: {mpi_problem}"
+        return "gloo", f"{why}, no MPI: {mpi_problem}"
     if machine.missing_for_mpi:
-        return "gloo", f"{why}, and {machine.missing_for_mpi} missing for MPI"
+        missing = f": {machine.missing_for_mpi} missing"
+        return "gloo", f"{why}, no MPI" + (missing if machine.mpirun or machine.has_mpi4py else "")
     return "mpi", why
 
 

@@ -124,6 +124,17 @@ def time_to_save(signum: int, grace_s: float) -> str:
     return f"received {signal_name(-signum)}; the ranks have as long as {limit} to save."
 
 
+def common_command(argv: Sequence[str], script: str) -> str:
+    """Return what hosts that are started one by one must agree on: the script and its arguments.
+
+    Their Python and their folders may be at different places.
+
+    >>> common_command(["/opt/bin/python", "/home/a/train.py", "--epochs", "3"], "/home/a/train.py")
+    'train.py --epochs 3'
+    """
+    return shlex.join(Path(word).name if word == script else word for word in argv[1:])
+
+
 def worker_command(input_path: str = "") -> tuple[str, ...]:
     """Return the command of a rank's agent. One rank's script reads the input at ``input_path``."""
     return (*python_module("torchmn.run.agent_main"), *filter(None, [input_path]))

@@ -379,7 +379,8 @@ def _backend(
     """
     machine, problem = this_machine(env), ""
     if options.backend == "auto" and launcher not in ("auto", "mpirun"):
-        problem = f"{launcher} does not start it"
+        by = "the user starts each host" if options.meeting else f"{launcher} starts the ranks"
+        problem = f"{by}, not mpirun"
     elif is_remote and machine.mpirun and launcher != "srun":
         problem = problem_between_hosts(machine.mpirun, env)
     most_ranks = max(host.slots for host in hosts)

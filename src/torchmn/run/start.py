@@ -229,6 +229,8 @@ def _what(job: Job) -> str:
 
 def _places(job: Job) -> str:
     names = ", ".join(map(str, job.hosts))
+    if job.meeting is not None:
+        return f"{socket.gethostname()}:{job.hosts[0].slots} and others"
     if job.limits is not None:
         return names
     return f"{names} through {job.launcher}" if job.has_other_hosts else socket.gethostname()

@@ -37,14 +37,15 @@ def test_choice(case: str) -> None:
 
 
 def test_reason_names_what_is_missing() -> None:
-    assert "an mpirun and mpi4py" in choose_backend("auto", Machine(), 1)[1]
+    assert choose_backend("auto", Machine(), 1)[1] == "no GPU, no MPI"
+    assert "no MPI: an mpirun missing" in choose_backend("auto", Machine(has_mpi4py=True), 1)[1]
     assert "fewer GPUs (1) than ranks" in choose_backend("auto", Machine(num_gpus=1), 2)[1]
 
 
 def test_an_mpirun_that_cannot_reach_the_hosts_is_not_chosen() -> None:
     machine = Machine(**WITH_MPI)
     backend, why = choose_backend("auto", machine, 2, mpi_problem="it has a blank")
-    assert (backend, why) == ("gloo", "no GPU, and no MPI: it has a blank")
+    assert (backend, why) == ("gloo", "no GPU, no MPI: it has a blank")
     with pytest.raises(UnsupportedError, match="it has a blank. Or use --backend gloo"):
         choose_backend("mpi", machine, 2, mpi_problem="it has a blank")
 

@@ -60,7 +60,7 @@ _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 class RunHost(Record, frozen=True, kw_only=True):
     """Order to `torchmn.run.elastic.host_main`: take part in an elastic job as this host.
 
-    ``joins`` and ``node_rank`` are as in `HostHello`.
+    ``joins``, ``node_rank`` and ``command`` are as in `HostHello`.
     """
 
     host: str
@@ -70,6 +70,7 @@ class RunHost(Record, frozen=True, kw_only=True):
     env: dict[str, str]
     node_rank: int | None = None
     joins: bool = False
+    command: str = ""
 
 
 def round_secret(secret: str, number: int) -> str:
@@ -249,6 +250,7 @@ def take_part(find_order: Callable[[], RunHost]) -> Shutdown:
             versions=versions(),
             node_rank=order.node_rank,
             joins=order.joins,
+            command=order.command,
         )
         channel = connect_authenticated(
             order.rendezvous,

@@ -1,5 +1,6 @@
 """An elastic job, and the commands of its hosts."""
 
+import socket
 from collections.abc import Mapping
 
 from torchmn.base.errors import UsageError
@@ -12,10 +13,11 @@ from torchmn.cluster.environment_variables import (
     TRANSPORT_VARIABLE,
 )
 from torchmn.control.codec import encode
-from torchmn.control.messages import JobOrder
+from torchmn.control.messages import HostHello, JobOrder
 from torchmn.run.elastic.host_main import RunHost
 from torchmn.run.elastic.rendezvous_state import JOIN_TIMEOUT_S
-from torchmn.run.job import Command, Job
+from torchmn.run.host_checks import versions
+from torchmn.run.job import Command, Job, common_command
 from torchmn.run.starters.remote import is_carried, remote_shell_name, to_host
 
 # What agents must have from the launcher; see `torchmn.run.rank_environment.worker_environment`.
@@ -51,6 +53,19 @@ def job_order(job: Job, env: Mapping[str, str], supervisor: str) -> JobOrder:
         signal_grace_s=job.signal_grace_s,
         preemption=job.preemption,
         env={**known, SUPERVISOR_VARIABLE: supervisor},
+    )
+
+
+def own_hello(job: Job) -> HostHello | None:
+    """Return what the launcher's own host would say if it joined; None if no host may join."""
+    if job.meeting is None:
+        return None
+    return HostHello(
+        host=socket.gethostname(),
+        slots=job.hosts[0].slots,
+        versions=versions(),
+        node_rank=job.node_rank,
+        command=common_command(job.argv, job.script),
     )
 
 

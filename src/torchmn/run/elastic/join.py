@@ -20,6 +20,7 @@ from torchmn.cluster.units import counted
 from torchmn.control.job_secret import given_secret
 from torchmn.run.elastic.host_main import RunHost, take_part
 from torchmn.run.elastic.job import parse_elastic
+from torchmn.run.job import common_command
 from torchmn.run.plan import RunOptions, assign_slots
 from torchmn.run.rank_environment import without_launcher
 
@@ -47,6 +48,7 @@ def join_job(options: RunOptions, env: Mapping[str, str]) -> int:
         env=without_launcher(env),
         node_rank=options.node_rank,
         joins=True,
+        command=common_command(options.argv, options.script),
     )
     _wait_for_launcher(host, port, limit_s)
     _log.info("%s joins the job at %s:%d with %s", here, host, port, counted(slots, "rank"))
@@ -55,7 +57,8 @@ def join_job(options: RunOptions, env: Mapping[str, str]) -> int:
     if end.text:
         _log.error("%s is out of the job: %s", here, end.text)
         return 1
-    _log.info("the job is over, or this host has left")
+    has_left = end.signum == signal.SIGTERM
+    _log.info("this host has left the job" if has_left else "the job is over")
     # after SIGTERM a host leaves the job as it should; Ctrl-C here or there interrupts it
     return 0 if end.signum == signal.SIGTERM else shell_code(-end.signum)
 

@@ -22,7 +22,7 @@ from torchmn.run.child_processes import ProcessOwner
 from torchmn.run.console import RankOutput
 from torchmn.run.elastic.host_main import round_secret
 from torchmn.run.elastic.host_processes import HostProcesses
-from torchmn.run.elastic.job import host_process, job_order
+from torchmn.run.elastic.job import host_process, job_order, own_hello
 from torchmn.run.elastic.rendezvous import ROLE, Rendezvous
 from torchmn.run.elastic.rendezvous_state import (
     RANK_FAILED,
@@ -65,7 +65,7 @@ class ElasticLauncher:
             names,
             limits,
             now=self._clock.now,
-            own_node_rank=None if job.meeting is None else job.node_rank,
+            own=own_hello(job),
         )
         self._rendezvous = Rendezvous(
             AuthenticatedListener(meeting, secret=job.secret, role=ROLE),

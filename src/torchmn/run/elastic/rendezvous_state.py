@@ -100,8 +100,8 @@ class RendezvousState:
     """Decides on the rounds of an elastic job.
 
     Ranks are numbered by the ``node_rank`` of their hosts; without one in the order of ``hosts``,
-    which the launcher starts. With ``own_node_rank``, that of the launcher's host, others that know
-    the secret may join, and come last.
+    which the launcher starts. Given ``own``, of the launcher's own host, others that know the
+    secret and run the same command may join, and come last.
     """
 
     def __init__(
@@ -110,12 +110,11 @@ class RendezvousState:
         limits: Limits,
         *,
         now: float,
-        own_node_rank: int | None = None,
+        own: HostHello | None = None,
     ) -> None:
-        self._own_node_rank = own_node_rank
+        self._own = own
         self._started = tuple(hosts)
         self._hosts = list(hosts)  # with those that have joined, in the order of their arrival
-        self._is_open = own_node_rank is not None
         self._limits = limits
         self._connected: dict[str, _Host] = {}
         self._absent: set[str] = set()
@@ -277,22 +276,30 @@ class RendezvousState:
         """Return the reason why a host cannot take part; empty if it can."""
         if self._phase == "over":
             return "the job is over"
-        if member.host not in self._hosts and not self._is_open:
+        own = self._own
+        if own is None and member.host not in self._hosts:
             return f"the job's hosts are {', '.join(self._hosts)}"
+        if own is not None and member.joins and member.command != own.command:
+            return (
+                f"{own.host} runs {own.command!r}, and {member.host} was given {member.command!r}. "
+                "Give all hosts the same script and arguments; what differs between hosts can be "
+                "in environment variables"
+            )
         if self._limits.is_fixed and (member.node_rank or 0) >= self._limits.max_hosts:
             return f"--node-rank must be less than --nnodes {self._limits.max_hosts} there"
         # the launcher's own host may come later than others, and takes part
         members = dict.fromkeys([*self._started, *self._connected])
         if self._limits.is_fixed and member.joins and len(members) >= self._limits.max_hosts:
             return f"the job has its {self._limits.max_hosts} hosts: {', '.join(members)}"
-        if member.joins and member.host in self._connected:
+        if member.joins and member.host in (*self._connected, own and own.host):
             return (
-                f"a host named {member.host} takes part. Give each host another name; if this is "
-                "that host, join again in some seconds, when its old connection is lost"
+                f"a host named {member.host} takes part. Give each host a name of its own, by "
+                f"'hostname NAME'; if this is that host, join again in some seconds, when its old "
+                "connection is lost"
             )
-        if member.joins and member.node_rank is not None:
+        if own is not None and member.joins and member.node_rank is not None:
             taken = {h.member.node_rank: name for name, h in self._connected.items()}
-            taken.setdefault(self._own_node_rank, self._started[0])
+            taken[own.node_rank] = own.host
             if member.node_rank in taken:
                 name = taken[member.node_rank]
                 return f"{name} has --node-rank {member.node_rank}: give each host another one"
@@ -344,7 +351,7 @@ class RendezvousState:
         is_late = now > self._since + self._limits.join_timeout_s
         if self._number == 0 and not is_late and len(ready) < self._limits.max_hosts:
             awaited = [name for name in self._hosts if name not in self._absent]
-            is_early = self._is_open and now < self._arrived_at + _LAST_CALL_S
+            is_early = self._own is not None and now < self._arrived_at + _LAST_CALL_S
             if len(ready) < len(awaited) or is_early:
                 return
         if len(ready) < self._limits.min_hosts:

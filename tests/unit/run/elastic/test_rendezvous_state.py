@@ -23,8 +23,9 @@ class Play:
     def __init__(self, *hosts: str, is_open: bool = False, **limits: Any) -> None:
         plain = {"min_hosts": 1, "max_hosts": len(hosts), "max_restarts": 3, "join_timeout_s": 60.0}
         self.now = 0.0
+        own = HostHello(host=hosts[0], slots=2, versions=VERSIONS, node_rank=0, command="t.py -e 3")
         self.rounds = RendezvousState(
-            hosts, Limits(**{**plain, **limits}), now=0.0, own_node_rank=0 if is_open else None
+            hosts, Limits(**{**plain, **limits}), now=0.0, own=own if is_open else None
         )
 
     def come(self, *hosts: str, versions: dict[str, str] = VERSIONS, **more: object) -> str:
@@ -37,9 +38,9 @@ class Play:
                 self.arrive(host)
         return problem
 
-    def join(self, *hosts: str, node_rank: int | None = None) -> str:
+    def join(self, *hosts: str, node_rank: int | None = None, command: str = "t.py -e 3") -> str:
         """As `come`, of hosts that the launcher has not started."""
-        return self.come(*hosts, joins=True, node_rank=node_rank)
+        return self.come(*hosts, joins=True, node_rank=node_rank, command=command)
 
     def arrive(self, *hosts: str) -> None:
         for host in hosts:
@@ -297,7 +298,14 @@ def test_node_ranks_order_hosts_and_are_unique() -> None:
 def test_a_second_host_of_the_same_name_is_refused() -> None:
     play = Play("a", max_hosts=3, is_open=True)
     play.join("b")
-    assert "a host named b takes part. Give each host another name" in play.join("b")
+    for name in ("b", "a"):  # also that of the launcher's own host, which may come later
+        assert f"a host named {name} takes part. Give each host a name" in play.join(name)
+
+
+def test_a_host_with_another_command_is_refused() -> None:
+    play = Play("a", max_hosts=3, is_open=True)
+    assert "a runs 't.py -e 3', and b was given 't.py -e 2'" in play.join("b", command="t.py -e 2")
+    assert play.join("b") == ""
 
 
 def test_a_host_that_leaves_is_in_no_further_round() -> None:
@@ -340,7 +348,7 @@ def test_a_host_that_cannot_run_the_job_disturbs_nobody() -> None:
     play.come("a")
     play.wait(6.0)
     assert names(play.round()) == ["a"]
-    member = HostHello(host="b", slots=2, versions=VERSIONS, joins=True)
+    member = HostHello(host="b", slots=2, versions=VERSIONS, joins=True, command="t.py -e 3")
     assert play.rounds.on_host_joined(member) == ""
     play.rounds.on_checkpoint_saved(3, play.now)  # b has not said yet that it is ready
     play.rounds.on_host_leaving("b", "there is no folder /x")
