@@ -13,7 +13,9 @@ def inspect(
     run: Annotated[
         Path | None,
         typer.Argument(
-            metavar="RUN", help="Log folder of the job (default: your newest one on this host)."
+            metavar="RUN",
+            help="Log folder of the job (default: the newest of your jobs on this host that log "
+            "below the current folder, else the only one).",
         ),
     ] = None,
     is_full: Annotated[

@@ -8,6 +8,7 @@ run, and nothing is left of one that was killed.
 
 import os
 import secrets
+import shlex
 import socket
 import time
 from contextlib import suppress
@@ -141,12 +142,14 @@ class Inspections:
 
 
 def inspect(run: Path | None) -> Inspection:
-    """Return what the ranks of a running job do, by default of the newest one on this host.
+    """Return what the ranks of a running job do.
 
-    ``run`` is its log folder, or a folder whose link ``latest`` leads there. Raises LaunchError:
-    there is no such job, it has ended, it runs elsewhere, or it does not answer.
+    ``run`` is its log folder, or a folder whose link ``latest`` leads there. By default it is the
+    newest of the user's jobs on this host that log below the current folder, else the only one.
+    Raises LaunchError: there is no such job or more than one, it has ended, it runs elsewhere, or
+    it does not answer.
     """
-    folder = _newest() if run is None else _log_folder(run)
+    folder = _default() if run is None else _log_folder(run)
     own = read_inspector(folder)
     if own is None:
         raise LaunchError(f"The job of {folder} has ended: there is nothing to inspect.")
@@ -197,11 +200,12 @@ def read_inspector(folder: Path) -> Inspector | None:
         raise LaunchError(f"{path} cannot be read: {error}.") from None
 
 
-def _newest() -> Path:
+def _default() -> Path:
     found = []
     for path in open_files(INSPECT_FILE):
         with suppress(OSError):  # the job has ended since it was listed
             found.append((os.stat(path).st_mtime, Path(path).parent))
+    found.sort(reverse=True)
     if not found:
         raise LaunchError(
             f"No job of yours that can be inspected runs on {socket.gethostname()}. Run torchmn "
@@ -209,7 +213,14 @@ def _newest() -> Path:
             "torchrun started is found on the host of its rank 0, if its script calls "
             "torchmn.run.install_crash_handler()."
         )
-    return max(found)[1]
+    here = [folder for _, folder in found if folder.is_relative_to(Path.cwd())]
+    if not here and len(found) > 1:
+        names = "".join(f"\n  torchmn inspect {shlex.quote(str(folder))}" for _, folder in found)
+        raise LaunchError(
+            f"{len(found)} jobs of yours run on {socket.gethostname()}, and none of them logs "
+            f"below this folder. Name one; the newest is the first:{names}"
+        )
+    return here[0] if here else found[0][1]
 
 
 def _log_folder(run: Path) -> Path:

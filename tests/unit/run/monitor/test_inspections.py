@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -33,7 +34,7 @@ from torchmn.run.monitor.inspections import (
     INSPECT_FILE,
     Inspections,
     Inspector,
-    _newest,
+    _default,
     inspect,
 )
 from torchmn.run.monitor.rank_session import RankSession
@@ -260,9 +261,12 @@ def test_a_run_of_another_user(tmp_path: Path) -> None:
         os.seteuid(0)
 
 
-def test_the_newest_job_is_the_default(job: Job) -> None:
-    """Of those of processes of this user, which have the file open, wherever it is."""
+def test_the_default_job_below_this_folder_is_the_default(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of those of processes of this user, which have the file open."""
     other = Inspections(job.folder.parent / "other")
+    monkeypatch.chdir(job.folder.parent)
     os.utime(job.folder / INSPECT_FILE, (2e9, 2e9))  # in the future, so that it is this one
     folder, job.folder = job.folder, None  # type: ignore[assignment]
     try:
@@ -273,6 +277,25 @@ def test_the_newest_job_is_the_default(job: Job) -> None:
     assert found.log_dir == str(folder)
 
 
+def test_of_several_jobs_elsewhere_none_is_the_default(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir("/sys")
+    folders = [job.folder, job.folder.parent / "other job"]
+    other = Inspections(folders[1])
+    os.utime(folders[0] / INSPECT_FILE, (2e9, 2e9))
+    listed = [str(folder / INSPECT_FILE) for folder in folders]
+    monkeypatch.setattr("torchmn.run.monitor.inspections.open_files", lambda name: listed)
+    text = f"first:\n  torchmn inspect {folders[0]}\n  torchmn inspect '{folders[1]}'"
+    try:
+        with pytest.raises(LaunchError, match=re.escape(text)):
+            _default()
+    finally:
+        other.close()
+    listed.pop()
+    assert _default() == job.folder
+
+
 def test_a_job_that_ends_while_jobs_are_looked_for(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,7 +303,7 @@ def test_a_job_that_ends_while_jobs_are_looked_for(
     listed = "torchmn.run.monitor.inspections.open_files"
     monkeypatch.setattr(listed, lambda name: [str(gone), str(here)])
     monkeypatch.setattr(Path, "exists", lambda self: True)  # it was there a moment ago
-    assert _newest() == job.folder
+    assert _default() == job.folder
     monkeypatch.setattr(listed, lambda name: [str(gone)])
     with pytest.raises(LaunchError, match="No job of yours that can be inspected runs"):
-        _newest()
+        _default()
