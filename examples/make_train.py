@@ -33,6 +33,9 @@ def main() -> None:
     cores = separate_cores()
     out = Path(options.out)
     print("One core for each worker, so that the runs with one and with two workers compare.")
+    print("Each worker trains with 32 images in a step, so that the losses of two workers, whose")
+    print("steps have 64, differ from those of one. In examples/plain the batch is that of all")
+    print("workers, and the losses are the same.")
     if len(cores) < 2:
         print("There is only one core here, which two workers share: expect no speed-up.")
     speeds, shares = [], []

@@ -182,7 +182,9 @@ class PeerStatus:
             found = dict(zip(self._peers, threads.map(self._status_of, self._peers), strict=True))
         found[self._rank] = RankStatus.of(self.status())
         waited_s = round(time.monotonic() - wait.began_s, 1)
-        limit_s = min(waited_s, wait.ask_s)
+        longest_s = max(wait.ask_s, self.busy_s)
+        limits_s = (longest_s, wait.ask_s, waited_s)
+        limit_s = next(each for each in limits_s if each <= waited_s)  # the one that has passed
         overdue = Overdue(group=entry.group, number=entry.in_group, limit_s=limit_s)
         about = report(overdue, self._rank, found, self._hosts)
         waiting = {
@@ -203,7 +205,6 @@ class PeerStatus:
             wait.ask_at_s = wait.began_s + min(wait.ask_s, 2 * waited_s)
             return
         wait.ask_at_s = time.monotonic() + wait.ask_s / 2
-        longest_s = max(wait.ask_s, self.busy_s)
         if about.missing and not any(found[rank].is_halted for rank in about.missing):
             if waited_s >= longest_s:
                 self._end(entry, wait, waited_s)
