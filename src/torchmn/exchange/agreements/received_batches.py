@@ -87,10 +87,9 @@ class ReceivedBatches(Agreement):
         """See `Agreement.report`. Raises RankMismatchError, UsageError."""
         label, batches = self.comm.rank_label, self._contribution.batches
         number, share = self._own
-        own = "no loop over a loader", "", _PROPORTION, 0, False
+        own = "no loop over a loader", *_explained(None), 0, False
         if batches is not None:
-            problem = _SEVERAL if share is not None and share.are_of_several else _PROPORTION
-            own = batches.places, _described(share), problem, number, batches.is_in_first_pass
+            own = batches.places, *_explained(share), number, batches.is_in_first_pass
         if self._given:
             given = " and ".join(f"{each:g}" for each in self._given)
             own = own[0], given, _ACCUMULATED, number, True
@@ -108,7 +107,8 @@ class ReceivedBatches(Agreement):
             )
         what = "; ".join(f"rank {rank} {row[1]}" for rank, row in enumerate(found) if row[1])
         problems = {row[2] for row in found}
-        problem = next(each for each in (_ACCUMULATED, _SEVERAL, _PROPORTION) if each in problems)
+        ordered = (_ACCUMULATED, _SEVERAL, _PROPORTION, _SIZES)
+        problem = next(each for each in ordered if each in problems)
         text = f"{label}: {problem.format(what)}"
         if any(row[4] for row in found):
             raise UsageError(text)
@@ -116,16 +116,20 @@ class ReceivedBatches(Agreement):
         warn(text, ResultWarning)  # too late to be refused
 
 
-def _described(share: Share | None) -> str:
-    """A description of the samples that forward saw and of the batches, to follow "rank 1 "."""
+def _explained(share: Share | None) -> tuple[str, str]:
+    """What forward saw and which batches there were, to follow "rank 1 "; the likely problem."""
     if share is None or not share.parts:
-        return ""
+        return "", _PROPORTION
+    seen = f"saw {share.num_counted:g} samples and has"
     if share.are_of_several:
-        parts = " and ".join(f"{part.own} of {part.all}" for part in share.parts)
-    else:
-        own, total = sum(part.own for part in share.parts), sum(part.all for part in share.parts)
-        parts = f"{own} of {total} in {counted(len(share.parts), 'batch')}"
-    return f"saw {share.num_counted:g} samples and has {parts}"
+        return (
+            f"{seen} {' and '.join(f'{part.own} of {part.all}' for part in share.parts)}",
+            _SEVERAL,
+        )
+    own, total = sum(part.own for part in share.parts), sum(part.all for part in share.parts)
+    are_whole = len(share.parts) > 1 and share.num_counted == own
+    text = f"{seen} {own} of {total} in {counted(len(share.parts), 'batch')}"
+    return text, _SIZES if are_whole else _PROPORTION
 
 
 _PROPORTION = (
@@ -134,9 +138,12 @@ _PROPORTION = (
     "samples in the arguments of forward; here these are not the batch, or hold other samples, or "
     "some were left out on one rank. Call optimizer.set_weight(number_of_samples) before each "
     "backward(), with what the loss is a mean over, or pass weight='rank' if this model is trained "
-    "with other data than the loader's. "
-    "(Batches of different sizes that are accumulated in one step have no common weight: leave out "
-    "no_sync(), or give the loader drop_last=True.)"
+    "with other data than the loader's."
+)
+_SIZES = (
+    "batches of different sizes are accumulated in one step, in which each rank has one weight: "
+    "{}. Give the loader drop_last=True, or leave out no_sync(), so that each batch has an "
+    "exchange and a weight of its own."
 )
 _SEVERAL = (
     "this step has batches of several loaders of scatter_loader, whose parts are not in proportion "
