@@ -210,8 +210,10 @@ class Group:
             self.transport.abort()
             is_late = isinstance(error, TimeLimitError)
             self.flight_recorder.end(entry, "late" if is_late else "failed")
-            cure = wait.limit.reason or _CURES.get(type(error), "")
-            raise type(error)(f"{self.rank_label}: {entry}: {error} {cure}".rstrip()) from error
+            cure, text = wait.limit.reason or _CURES.get(type(error), ""), f": {error}"
+            if is_late and wait.limit.reason:  # what the transport says adds nothing to it
+                text = f" has not completed within {wait.limit.seconds:g} s."
+            raise type(error)(f"{self.rank_label}: {entry}{text} {cure}".rstrip()) from error
         except Exception as error:
             self.flight_recorder.end(entry, "failed")
             raise CommunicationError(f"{self.rank_label}: {entry} failed: {error}") from error

@@ -82,12 +82,13 @@ EARLY_END = "did it stop early by a value of its own? Or had it fewer batches? S
 class HangReport:
     """The report of a hang in three lengths, and the ranks that did not reach the collective.
 
-    ``summary`` is one sentence for the end of the output, ``short`` is printed before it, and
-    ``text`` is the full report with all stacks. ``missing`` are those ranks; empty if all reached
-    it, or wait for each other in a cycle.
+    ``summary`` is one sentence for the end of the output, ``reason`` the same without the time,
+    ``short`` is printed before it, and ``text`` is the full report with all stacks. ``missing`` are
+    those ranks; empty if all reached it, or wait for each other in a cycle.
     """
 
     summary: str
+    reason: str
     short: str
     text: str
     missing: tuple[int, ...]
@@ -104,8 +105,7 @@ def report(
         "problem. Check the network between the hosts (interface, firewall, MTU), or raise "
         "timeout_s= if it is slow"
     )
-    head = f"{pending.name} has not completed within {overdue.limit_s:g} s"
-    return job.report(head, cause, missing)
+    return job.report(pending.name, overdue.limit_s, cause, missing)
 
 
 def report_of_joining(
@@ -122,13 +122,14 @@ def report_of_joining(
         for rank in sorted(hosts)
         if rank not in here or ((status := statuses.get(rank)) and status.is_halted)
     )
-    head = f"joining all ranks (create_communicator) has not completed within {joining.limit_s:g} s"
+    name = "joining all ranks (create_communicator)"
     cause = (
         "all ranks have reached it, so there is a connectivity problem. Check the network "
         "between the hosts (MASTER_ADDR, interface, firewall), or raise the limit, "
         "timeout_s=torchmn.Timeout(first_s=...), if it is slow"
     )
-    return job.report(head, job.missing_text(missing) if missing else cause, missing)
+    cause = job.missing_text(missing) if missing else cause
+    return job.report(name, joining.limit_s, cause, missing)
 
 
 def report_of_inspection(inspection: Inspection, *, is_full: bool) -> str:
@@ -200,13 +201,20 @@ class _Job:
     statuses: Statuses
     hosts: Mapping[int, str]
 
-    def report(self, head: str, cause: str, missing: tuple[int, ...]) -> HangReport:
-        """Return the report of a hang."""
+    def report(self, name: str, limit_s: float, cause: str, missing: tuple[int, ...]) -> HangReport:
+        """Return the report of a hang in what has this ``name``."""
+        head = f"{name} has not completed within {limit_s:g} s"
         begin = f"Hang: {head}.\n{cause[0].upper()}{cause[1:]}.\n\n"
         short, text = (
             begin + "\n".join(self.lines(is_short=is_short)) + "\n" for is_short in (True, False)
         )
-        return HangReport(summary=f"{head}; {cause}", short=short, text=text, missing=missing)
+        return HangReport(
+            summary=f"{head}; {cause}",
+            reason=f"{name}: {cause}",
+            short=short,
+            text=text,
+            missing=missing,
+        )
 
     def cause(self, first: CollectiveStatus) -> tuple[_Pending, str, tuple[int, ...]]:
         """Return the collective that ranks wait for, why it is not over, and the missing ranks.

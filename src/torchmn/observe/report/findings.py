@@ -77,7 +77,7 @@ def _exchange(summary: Summary) -> Iterator[Finding]:
     settings = summary.ranks[0].settings
     cures = []
     if settings.get("schedule", "every_step") == "every_step":
-        cures.append("hide it (schedule='double_buffering')")
+        cures.append("hide it (schedule='double_buffering', whose gradients are a step old)")
     # Within one host nothing is encoded, or encoding takes longer than what it saves.
     if not is_within_host and settings.get("codec", "none") in ("none", "float32"):
         cures.append("send fewer bytes (codec='float16' or 'int8')")
