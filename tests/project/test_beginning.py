@@ -29,7 +29,6 @@ BEGINNINGS = [
     FIRST_TRAINING,
     JAPANESE,
     DOCS / "how-to" / "start.md",
-    DOCS / "coming-from-ddp.md",
 ]
 
 
