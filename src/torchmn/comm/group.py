@@ -210,10 +210,11 @@ class Group:
             self.transport.abort()
             is_late = isinstance(error, TimeLimitError)
             self.flight_recorder.end(entry, "late" if is_late else "failed")
-            cure, text = wait.limit.reason or _CURES.get(type(error), ""), f": {error}"
-            if is_late and wait.limit.reason:  # what the transport says adds nothing to it
-                text = f" has not completed within {wait.limit.seconds:g} s."
-            raise type(error)(f"{self.rank_label}: {entry}{text} {cure}".rstrip()) from error
+            what, cause = wait.limit.reason
+            text = f"{error} {cause or _CURES.get(type(error), '')}".rstrip()
+            if is_late and cause:  # what the transport says adds nothing to it
+                text = f"{what} has not completed within {wait.limit.seconds:g} s; {cause}"
+            raise type(error)(f"{self.rank_label}: {entry}: {text}") from error
         except Exception as error:
             self.flight_recorder.end(entry, "failed")
             raise CommunicationError(f"{self.rank_label}: {entry} failed: {error}") from error

@@ -194,7 +194,7 @@ class PeerStatus:
         }
         if entry.state != "running" or not waiting:  # it has ended while the others were asked
             return
-        wait.limit.reason = f"{about.reason}."
+        wait.limit.reason = about.what, f"{about.cause}."
         if any(found[rank].has_ended for rank in about.missing):
             self._end(entry, wait, waited_s)
             return

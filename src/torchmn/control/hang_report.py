@@ -82,13 +82,14 @@ EARLY_END = "did it stop early by a value of its own? Or had it fewer batches? S
 class HangReport:
     """The report of a hang in three lengths, and the ranks that did not reach the collective.
 
-    ``summary`` is one sentence for the end of the output, ``reason`` the same without the time,
+    ``summary`` is one sentence for the end of the output: ``what`` is not over, and the ``cause``.
     ``short`` is printed before it, and ``text`` is the full report with all stacks. ``missing`` are
     those ranks; empty if all reached it, or wait for each other in a cycle.
     """
 
     summary: str
-    reason: str
+    what: str
+    cause: str
     short: str
     text: str
     missing: tuple[int, ...]
@@ -210,7 +211,8 @@ class _Job:
         )
         return HangReport(
             summary=f"{head}; {cause}",
-            reason=f"{name}: {cause}",
+            what=name,
+            cause=cause,
             short=short,
             text=text,
             missing=missing,

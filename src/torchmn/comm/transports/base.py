@@ -73,8 +73,8 @@ class TimeLimit:
         self.seconds = seconds
         self.deadline = time.monotonic() + seconds
         self.is_eager = is_eager
-        self.reason = ""
-        """The reason for ending the wait, or the ranks that are waited for; empty if not known."""
+        self.reason = "", ""
+        """The collective that is not over and the cause, in words; empty if they are not known."""
         self.on_queued: Callable[[QueuedWork], None] | None = None
         """Called with work that a transport queued on a device instead of waiting for it.
 
