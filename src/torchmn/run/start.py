@@ -229,7 +229,7 @@ def _what(job: Job) -> str:
 
 def _places(job: Job) -> str:
     names = ", ".join(map(str, job.hosts))
-    if job.meeting is not None:
+    if job.meeting is not None and not job.has_other_hosts:
         return f"{socket.gethostname()}:{job.hosts[0].slots} and others"
     if job.limits is not None:
         return names

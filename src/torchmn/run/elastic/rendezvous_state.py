@@ -294,7 +294,7 @@ class RendezvousState:
         if member.joins and member.host in (*self._connected, own and own.host):
             return (
                 f"a host named {member.host} takes part. Give each host a name of its own, by "
-                f"'hostname NAME'; if this is that host, join again in some seconds, when its old "
+                "'hostname NAME'; if this is that host, join again in some seconds, when its old "
                 "connection is lost"
             )
         if own is not None and member.joins and member.node_rank is not None:
