@@ -440,7 +440,7 @@ def zipped_with_two_means(worker: Worker) -> nn.Module:
 @script(
     "Accumulation under `no_sync()` with a short last batch",
     **refused(
-        "batches of different sizes are accumulated in one step",
+        "batches of different sizes, or that are divided differently, are accumulated",
         cure="`drop_last=True`, or no `no_sync()`: each batch then has its own weight",
     ),
 )

@@ -265,7 +265,8 @@ def test_one_step_of_batches_without_a_common_proportion_is_refused(
     ends = (9,) if read_by == "rank_0" else (6, 3)
     case, second = Case(read_by, "loader", 5, ends), Case(read_by, "loader", 6, ends)
     options: dict[str, Any] = {"second": second} if is_zipped else {"every": 2}
-    with pytest.raises(UsageError, match="not in proportion"):
+    text = "not in proportion" if is_zipped else "or that are divided differently, are accumulated"
+    with pytest.raises(UsageError, match=text):
         run_ranks(lambda comm: Training(case, comm, **options).train(), 2)
 
 

@@ -141,9 +141,9 @@ _PROPORTION = (
     "with other data than the loader's."
 )
 _SIZES = (
-    "batches of different sizes are accumulated in one step, in which each rank has one weight: "
-    "{}. Give the loader drop_last=True, or leave out no_sync(), so that each batch has an "
-    "exchange and a weight of its own."
+    "batches of different sizes, or that are divided differently, are accumulated in one step, in "
+    "which each rank has one weight: {}. Give the loader drop_last=True, or leave out no_sync(), "
+    "so that each batch has an exchange and a weight of its own."
 )
 _SEVERAL = (
     "this step has batches of several loaders of scatter_loader, whose parts are not in proportion "

@@ -476,7 +476,7 @@ def test_accumulated_steps_over_shares_that_change_in_between_are_refused(clock:
             x, y = next(batches)
             (training.model(x) - y).square().mean().backward()
         x, y = next(batches)
-        with pytest.raises(UsageError, match="not in proportion"):
+        with pytest.raises(UsageError, match="or that are divided differently, are accumulated"):
             (training.model(x) - y).square().mean().backward()
 
     run_ranks(rank_main, 2)
