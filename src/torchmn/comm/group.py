@@ -210,10 +210,9 @@ class Group:
             self.transport.abort()
             is_late = isinstance(error, TimeLimitError)
             self.flight_recorder.end(entry, "late" if is_late else "failed")
-            what, cause = wait.limit.reason
-            text = f"{error} {cause or _CURES.get(type(error), '')}".rstrip()
-            if is_late and cause:  # what the transport says adds nothing to it
-                text = f"{what} has not completed within {wait.limit.seconds:g} s; {cause}"
+            text = reason = wait.reason
+            if not (is_late and reason):  # to which the words of a transport add nothing
+                text = f"{error} {reason or _CURES.get(type(error), '')}".rstrip()
             raise type(error)(f"{self.rank_label}: {entry}: {text}") from error
         except Exception as error:
             self.flight_recorder.end(entry, "failed")

@@ -33,7 +33,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torchmn.base import events
 from torchmn.base.errors import LaunchError, UsageError
@@ -42,7 +42,7 @@ from torchmn.cluster.environment_variables import INPUT_RANK_VARIABLE
 from torchmn.comm.flight_recorder import CollectiveRecord, FlightRecorder
 from torchmn.comm.transports.base import TimeLimit, Transport, abort_pending_receives
 from torchmn.control.authenticated_listener import AuthenticatedListener, connect
-from torchmn.control.hang_report import DONE, EARLY_END, RankStatus, report
+from torchmn.control.hang_report import DONE, EARLY_END, HangReport, RankStatus, report
 from torchmn.control.messages import Overdue, StatusReply, decode, encode
 from torchmn.control.processes import is_running, is_stopped
 from torchmn.control.rank_listener import RankAddress, listen_for_ranks
@@ -101,9 +101,17 @@ class Wait:
     began_s: float
     has_warned: bool = False
     ask_at_s: float = field(init=False)
+    report: HangReport | None = None  # once the other ranks have been asked
 
     def __post_init__(self) -> None:
         self.ask_at_s = self.began_s + min(self.ask_s, _FIRST_S)
+
+    @property
+    def reason(self) -> str:
+        """What is not over within the limit, and the cause; empty if it is not known."""
+        if self.report is None:
+            return ""
+        return f"{replace(self.report, limit_s=self.limit.seconds).summary}."
 
     def restart(self) -> None:
         """Start the wait again, from now."""
@@ -182,9 +190,7 @@ class PeerStatus:
             found = dict(zip(self._peers, threads.map(self._status_of, self._peers), strict=True))
         found[self._rank] = RankStatus.of(self.status())
         waited_s = round(time.monotonic() - wait.began_s, 1)
-        longest_s = max(wait.ask_s, self.busy_s)
-        limits_s = (longest_s, wait.ask_s, waited_s)
-        limit_s = next(each for each in limits_s if each <= waited_s)  # the one that has passed
+        limit_s = min(waited_s, wait.ask_s)
         overdue = Overdue(group=entry.group, number=entry.in_group, limit_s=limit_s)
         about = report(overdue, self._rank, found, self._hosts)
         waiting = {
@@ -194,7 +200,7 @@ class PeerStatus:
         }
         if entry.state != "running" or not waiting:  # it has ended while the others were asked
             return
-        wait.limit.reason = about.what, f"{about.cause}."
+        wait.report = about
         if any(found[rank].has_ended for rank in about.missing):
             self._end(entry, wait, waited_s)
             return
@@ -205,6 +211,7 @@ class PeerStatus:
             wait.ask_at_s = wait.began_s + min(wait.ask_s, 2 * waited_s)
             return
         wait.ask_at_s = time.monotonic() + wait.ask_s / 2
+        longest_s = max(wait.ask_s, self.busy_s)
         if about.missing and not any(found[rank].is_halted for rank in about.missing):
             if waited_s >= longest_s:
                 self._end(entry, wait, waited_s)

@@ -82,17 +82,26 @@ EARLY_END = "did it stop early by a value of its own? Or had it fewer batches? S
 class HangReport:
     """The report of a hang in three lengths, and the ranks that did not reach the collective.
 
-    ``summary`` is one sentence for the end of the output: ``what`` is not over, and the ``cause``.
-    ``short`` is printed before it, and ``text`` is the full report with all stacks. ``missing`` are
-    those ranks; empty if all reached it, or wait for each other in a cycle.
+    ``summary`` is one sentence for the end of the output, ``short`` is printed before it, and
+    ``text`` is the full report with all stacks. ``missing`` are those ranks; empty if all reached
+    it, or wait for each other in a cycle.
     """
 
-    summary: str
     what: str
+    limit_s: float
     cause: str
     short: str
     text: str
     missing: tuple[int, ...]
+
+    @property
+    def summary(self) -> str:
+        """What is not over within its time limit, and the cause."""
+        return f"{_overdue(self.what, self.limit_s)}; {self.cause}"
+
+
+def _overdue(what: str, limit_s: float) -> str:
+    return f"{what} has not completed within {limit_s:g} s"
 
 
 def report(
@@ -123,14 +132,14 @@ def report_of_joining(
         for rank in sorted(hosts)
         if rank not in here or ((status := statuses.get(rank)) and status.is_halted)
     )
-    name = "joining all ranks (create_communicator)"
+    what = "joining all ranks (create_communicator)"
     cause = (
         "all ranks have reached it, so there is a connectivity problem. Check the network "
         "between the hosts (MASTER_ADDR, interface, firewall), or raise the limit, "
         "timeout_s=torchmn.Timeout(first_s=...), if it is slow"
     )
     cause = job.missing_text(missing) if missing else cause
-    return job.report(name, joining.limit_s, cause, missing)
+    return job.report(what, joining.limit_s, cause, missing)
 
 
 def report_of_inspection(inspection: Inspection, *, is_full: bool) -> str:
@@ -202,20 +211,14 @@ class _Job:
     statuses: Statuses
     hosts: Mapping[int, str]
 
-    def report(self, name: str, limit_s: float, cause: str, missing: tuple[int, ...]) -> HangReport:
-        """Return the report of a hang in what has this ``name``."""
-        head = f"{name} has not completed within {limit_s:g} s"
-        begin = f"Hang: {head}.\n{cause[0].upper()}{cause[1:]}.\n\n"
+    def report(self, what: str, limit_s: float, cause: str, missing: tuple[int, ...]) -> HangReport:
+        """Return the report of a hang."""
+        begin = f"Hang: {_overdue(what, limit_s)}.\n{cause[0].upper()}{cause[1:]}.\n\n"
         short, text = (
             begin + "\n".join(self.lines(is_short=is_short)) + "\n" for is_short in (True, False)
         )
         return HangReport(
-            summary=f"{head}; {cause}",
-            what=name,
-            cause=cause,
-            short=short,
-            text=text,
-            missing=missing,
+            what=what, limit_s=limit_s, cause=cause, short=short, text=text, missing=missing
         )
 
     def cause(self, first: CollectiveStatus) -> tuple[_Pending, str, tuple[int, ...]]:

@@ -361,16 +361,20 @@ class Alive(Message, frozen=True, kw_only=True):
 class HostHello(Message, frozen=True, kw_only=True):
     """Host: it offers ``slots`` ranks; the identity with which it authenticates.
 
-    ``node_rank`` is its place among the hosts if the user has given one. ``joins``: the user has
-    started it there, and not the launcher; it was given ``command``, as of `common_command`.
+    ``node_rank`` is its place among the hosts if the user has given one. ``command`` is what the
+    user has started there, as of `common_command`; None on a host that the launcher has started.
     """
 
     host: str
     slots: int
     versions: dict[str, str]
     node_rank: int | None = None
-    joins: bool = False
-    command: str = ""
+    command: str | None = None
+
+    @property
+    def joins(self) -> bool:
+        """Whether the user has started it there, and not the launcher."""
+        return self.command is not None
 
 
 class JobOrder(Message, frozen=True, kw_only=True):

@@ -274,7 +274,7 @@ class Messages:
             does = "waits for" if name == "recv" else "cannot send"
             raise TimeLimitError(
                 f"{comm.rank_label} {does} {place}: rank {peer} has not answered within "
-                f"{limit.seconds:g} s. {limit.reason} It may be slower than the limit (raise "
+                f"{limit.seconds:g} s. {wait.reason} It may be slower than the limit (raise "
                 "timeout_s=), may have ended, or may not have called forward_backward(): check its "
                 "log."
             )

@@ -379,8 +379,7 @@ def _backend(
     """
     machine, problem = this_machine(env), ""
     if options.backend == "auto" and launcher not in ("auto", "mpirun"):
-        by = "the user starts each host" if options.meeting else f"{launcher} starts the ranks"
-        problem = f"{by}, not mpirun"
+        problem = "mpirun does not start the ranks"
     elif is_remote and machine.mpirun and launcher != "srun":
         problem = problem_between_hosts(machine.mpirun, env)
     most_ranks = max(host.slots for host in hosts)

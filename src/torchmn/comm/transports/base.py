@@ -67,14 +67,12 @@ class TimeLimit:
     60.0
     """
 
-    __slots__ = ("deadline", "is_eager", "on_queued", "reason", "seconds")
+    __slots__ = ("deadline", "is_eager", "on_queued", "seconds")
 
     def __init__(self, seconds: float, is_eager: Callable[[], bool] = lambda: True) -> None:
         self.seconds = seconds
         self.deadline = time.monotonic() + seconds
         self.is_eager = is_eager
-        self.reason = "", ""
-        """The collective that is not over and the cause, in words; empty if they are not known."""
         self.on_queued: Callable[[QueuedWork], None] | None = None
         """Called with work that a transport queued on a device instead of waiting for it.
 

@@ -60,7 +60,7 @@ _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 class RunHost(Record, frozen=True, kw_only=True):
     """Order to `torchmn.run.elastic.host_main`: take part in an elastic job as this host.
 
-    ``joins``, ``node_rank`` and ``command`` are as in `HostHello`.
+    ``node_rank`` and ``command`` are as in `HostHello`.
     """
 
     host: str
@@ -69,8 +69,7 @@ class RunHost(Record, frozen=True, kw_only=True):
     rendezvous: str
     env: dict[str, str]
     node_rank: int | None = None
-    joins: bool = False
-    command: str = ""
+    command: str | None = None
 
 
 def round_secret(secret: str, number: int) -> str:
@@ -98,7 +97,7 @@ class Host:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._wakeup, selectors.EVENT_READ, self._on_signals)
                 # At their end they would be ready always.
-                if self._leave is None and not self._order.joins:
+                if self._leave is None and self._order.command is None:
                     selector.register(0, selectors.EVENT_READ, self._on_input)
                 if self._channel.is_open:
                     selector.register(self._channel, selectors.EVENT_READ, self._on_messages)
@@ -249,7 +248,6 @@ def take_part(find_order: Callable[[], RunHost]) -> Shutdown:
             slots=order.slots,
             versions=versions(),
             node_rank=order.node_rank,
-            joins=order.joins,
             command=order.command,
         )
         channel = connect_authenticated(

@@ -47,7 +47,6 @@ def join_job(options: RunOptions, env: Mapping[str, str]) -> int:
         rendezvous=f"{host}:{port}",
         env=without_launcher(env),
         node_rank=options.node_rank,
-        joins=True,
         command=common_command(options.argv, options.script),
     )
     _wait_for_launcher(host, port, limit_s)
@@ -57,8 +56,7 @@ def join_job(options: RunOptions, env: Mapping[str, str]) -> int:
     if end.text:
         _log.error("%s is out of the job: %s", here, end.text)
         return 1
-    has_left = end.signum == signal.SIGTERM
-    _log.info("this host has left the job" if has_left else "the job is over")
+    _log.info("the job is over, or this host has left")
     # after SIGTERM a host leaves the job as it should; Ctrl-C here or there interrupts it
     return 0 if end.signum == signal.SIGTERM else shell_code(-end.signum)
 

@@ -213,7 +213,8 @@ def _default() -> Path:
             "torchrun started is found on the host of its rank 0, if its script calls "
             "torchmn.run.install_crash_handler()."
         )
-    here = [folder for _, folder in found if folder.is_relative_to(Path.cwd())]
+    current = os.path.realpath(os.curdir)
+    here = [folder for _, folder in found if folder.is_relative_to(current)]
     if not here and len(found) > 1:
         names = "".join(f"\n  torchmn inspect {shlex.quote(str(folder))}" for _, folder in found)
         raise LaunchError(

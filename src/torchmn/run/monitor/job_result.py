@@ -327,6 +327,8 @@ def _describe_exit(record: RankRecord, *, with_error: bool = True) -> str:
         return f"{name} failed with exit code {record.exit.returncode}"
     if record.exit.returncode == -signal.SIGKILL:
         ended_by = "SIGKILL (sent by another process, or because memory ran out)"
-    # What C++ prints of an exception that nobody catches, such as gloo's about unequal sizes.
-    causes = [line.partition("what():")[2] for line in record.last_errors if "what():" in line]
-    return f"{name} was ended by {ended_by}" + (f" ({brief(causes[-1])})" if causes else "")
+    elif record.exit.returncode == -signal.SIGABRT:
+        # What C++ prints of an exception that nobody catches, as gloo's about unequal sizes.
+        causes = [line.partition("what():")[2] for line in record.last_errors if "what():" in line]
+        ended_by += f" ({brief(causes[-1])})" if causes else ""
+    return f"{name} was ended by {ended_by}"

@@ -40,7 +40,7 @@ class Play:
 
     def join(self, *hosts: str, node_rank: int | None = None, command: str = "t.py -e 3") -> str:
         """As `come`, of hosts that the launcher has not started."""
-        return self.come(*hosts, joins=True, node_rank=node_rank, command=command)
+        return self.come(*hosts, node_rank=node_rank, command=command)
 
     def arrive(self, *hosts: str) -> None:
         for host in hosts:
@@ -348,7 +348,7 @@ def test_a_host_that_cannot_run_the_job_disturbs_nobody() -> None:
     play.come("a")
     play.wait(6.0)
     assert names(play.round()) == ["a"]
-    member = HostHello(host="b", slots=2, versions=VERSIONS, joins=True, command="t.py -e 3")
+    member = HostHello(host="b", slots=2, versions=VERSIONS, command="t.py -e 3")
     assert play.rounds.on_host_joined(member) == ""
     play.rounds.on_checkpoint_saved(3, play.now)  # b has not said yet that it is ready
     play.rounds.on_host_leaving("b", "there is no folder /x")

@@ -199,16 +199,12 @@ def test_a_launcher_ended_all_after_an_early_exit() -> None:
 
 def test_the_summary_of_a_hang() -> None:
     hang = HangReport(
-        summary="barrier has not completed",
-        what="",
-        cause="",
-        short="some",
-        text="all",
-        missing=(1,),
+        what="barrier", limit_s=60, cause="why", short="some", text="all", missing=(1,)
     )
     found = summary_of(failed(0, 1.0, follows=True), ended(1, -9, by="supervisor"), hang=hang)
     assert found.exit_code == 1
-    assert found.summary == (f"barrier has not completed. Full report: {Path('logs/hang.txt')}.")
+    overdue = "barrier has not completed within 60 s; why"
+    assert found.summary == f"{overdue}. Full report: {Path('logs/hang.txt')}."
 
 
 def test_without_output_files_none_is_named() -> None:
