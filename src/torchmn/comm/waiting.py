@@ -214,7 +214,7 @@ class PeerStatus:
         longest_s = max(wait.ask_s, self.busy_s)
         if about.missing and not any(found[rank].is_halted for rank in about.missing):
             if waited_s >= longest_s:
-                self._end(entry, wait, waited_s)
+                self._end(entry, wait, longest_s)
                 return
             # Of all ranks that wait only the lowest one warns.
             if not wait.has_warned and self._rank == min(waiting):
@@ -224,8 +224,8 @@ class PeerStatus:
         elif about.missing or min(waiting.values()) >= wait.ask_s:
             self._end(entry, wait, wait.ask_s)
 
-    def _end(self, entry: CollectiveRecord, wait: Wait, waited_s: float) -> None:
-        entry.limit_s = wait.limit.seconds = waited_s
+    def _end(self, entry: CollectiveRecord, wait: Wait, limit_s: float) -> None:
+        entry.limit_s = wait.limit.seconds = limit_s
         # The first ends a wait that polls its limit; gloo blocks in C++ with the limit that it was
         # given, and only the second ends that.
         wait.limit.end()

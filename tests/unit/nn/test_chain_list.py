@@ -15,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 from tests.contracts.suites.communicator_contracts import seeded
 from tests.limits import limit
 from torchmn.comm import Communicator, Grid
+from torchmn.comm.waiting import Wait
 from torchmn.errors import CommunicationError, UnknownNameError, UnsupportedError, UsageError
 from torchmn.exchange.optimizer import create_multi_node_optimizer
 from torchmn.exchange.schedules import BlockMomentum, DiLoCo, PeriodicAverage
@@ -119,7 +120,12 @@ def test_inputs_and_targets_of_different_batches() -> None:
     assert "targets of 4 samples, but the inputs that reach it have 6" in seen[1]
 
 
-def test_a_rank_that_does_not_take_part_is_named_with_both_links() -> None:
+def test_a_rank_that_does_not_take_part_is_named_with_both_links(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And with what the other ranks, which only processes ask, have said."""
+    monkeypatch.setattr(Wait, "reason", "Rank 0 sleeps.")
+
     def run(comm: Communicator) -> None:
         chain = line(comm, num_microbatches=2)
         chain.forward_backward(*batch(), mse)
@@ -131,7 +137,7 @@ def test_a_rank_that_does_not_take_part_is_named_with_both_links() -> None:
     assert seen[1].startswith("TimeLimitError: rank 1 of 2")
     assert "waits for the output of link 0 of rank 0 (Sequential, test_chain_list.py" in seen[1]
     assert "for link 0 of rank 1 (Sequential" in seen[1]
-    assert f"rank 0 has not answered within {limit(0.5):g} s" in seen[1]
+    assert f"rank 0 has not answered within {limit(0.5):g} s. Rank 0 sleeps. It may" in seen[1]
 
 
 def test_a_delegate_that_no_backward_reaches_is_named() -> None:
