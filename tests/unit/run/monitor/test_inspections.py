@@ -261,7 +261,7 @@ def test_a_run_of_another_user(tmp_path: Path) -> None:
         os.seteuid(0)
 
 
-def test_the_default_job_below_this_folder_is_the_default(
+def test_the_newest_job_below_this_folder_is_the_default(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of those of processes of this user, which have the file open."""
